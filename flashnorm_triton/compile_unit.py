@@ -1,7 +1,8 @@
 """What it takes to compile one kernel in one configuration, with no GPU and no tensors.
 
-Kernels' launchers describe themselves in this form; the ahead-of-time compiler and the buffer-depth
-lint (`flashnorm_triton.tuning`) read it. Nothing here imports Triton, so describing kernels is free.
+Kernels' launchers describe themselves in this form; the ahead-of-time compiler and the
+buffer-depth lint (`flashnorm_triton.tuning`) read it. Nothing here imports Triton, so describing
+kernels is free.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class CompileUnit:
     `signature` names every argument in order, as Triton spells types: `"*bf16"`, `"i32"`, `"fp32"`,
     `"constexpr"`, `"tensordesc<bf16[64, 128]>"` (with the layout's repr after a comma for Gluon).
     `constexprs` gives the value of every argument whose type is `"constexpr"`. `divisible_by_16`
-    lists the indices, in that order, of the arguments known to be multiples of 16 (pointers: bytes).
+    lists the indices, in that order, of arguments known to be multiples of 16 (pointers: bytes).
     `targets` are those the kernel claims to support; the rest are refused with `UnsupportedTarget`.
 
     Raises ValueError, naming the unit, for a description that contradicts itself.
@@ -41,8 +42,8 @@ class CompileUnit:
         given = set(self.constexprs)
         if declared != given:
             raise ValueError(
-                f"unit {self.name!r}: constexpr arguments {sorted(declared - given)} have no value and "
-                f"{sorted(given - declared)} have a value but no 'constexpr' entry in the signature"
+                f"unit {self.name!r}: constexpr arguments {sorted(declared - given)} have no value "
+                f"and {sorted(given - declared)} have a value but no 'constexpr' in the signature"
             )
         outside = [i for i in self.divisible_by_16 if not 0 <= i < len(self.signature)]
         if outside:
@@ -53,7 +54,8 @@ class CompileUnit:
         unknown = [t for t in self.targets if t not in TARGETS]
         if unknown or not self.targets:
             raise ValueError(
-                f"unit {self.name!r}: targets {self.targets!r} must be a non-empty choice of {TARGETS}"
+                f"unit {self.name!r}: targets {self.targets!r} must be a non-empty choice of "
+                f"{TARGETS}"
             )
         if self.num_warps < 1 or self.num_warps & (self.num_warps - 1) or self.num_stages < 1:
             raise ValueError(
