@@ -1,0 +1,1 @@
+"""Tuning: how candidates are timed against each other (``measure``)."""
