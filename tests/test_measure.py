@@ -42,7 +42,7 @@ def candidate(name: str, us: float):
 
 
 def test_quantiles_interpolate_between_neighbours():
-    assert measure.quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert measure.quantile([9.0, 1.0, 4.0, 2.0], 0.5) == 3.0
     assert measure.quantile([10.0, 20.0, 30.0], 0.2) == pytest.approx(14.0)
     assert measure.quantile([7.0], 0.8) == 7.0
     with pytest.raises(ValueError, match="empty"):
@@ -163,7 +163,7 @@ def test_host_time_leaves_out_the_synchronisation_and_the_first_burst():
         burst += 1
         now += 1e-3 if burst <= 10 else 20e-6
 
-    got = measure.host_us(call, calls=10, repeats=5, synchronize=synchronize, clock=clock)
+    got = measure.host_us(call, calls=10, repeats=1, synchronize=synchronize, clock=clock)
     assert got == pytest.approx(20.0, rel=1e-3)
 
 
