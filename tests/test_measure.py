@@ -208,7 +208,7 @@ def test_rotations_must_be_positive(rotations):
         measure.prepare("x", candidate("x", 1.0), rotations=rotations, backend=FakeDevice())
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_twice_the_work_takes_about_twice_the_time():
     x = torch.randn(2, 1 << 26, device="cuda")
     got = measure.interleaved(
@@ -224,7 +224,7 @@ def test_on_a_gpu_twice_the_work_takes_about_twice_the_time():
     assert 0.9 < measure.ratio(got["whole"], got["whole again"]).median < 1.1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_a_failing_capture_leaves_the_device_usable():
     with pytest.raises(measure.CaptureError, match="'syncs'"):
         measure.interleaved(
@@ -234,7 +234,7 @@ def test_on_a_gpu_a_failing_capture_leaves_the_device_usable():
     assert got["exp"].us > 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_on_a_gpu_launches_are_counted():
     x = torch.randn(64, 64, device="cuda")
     assert measure.count_launches(lambda: x.exp().sin()) == measure.Launches(2, 2)

@@ -1,0 +1,247 @@
+"""The benchmark result file: one header of where and with what, then records.
+
+A file is ``bench/results/<gpu_slug>/<name>.json``. Its records are all of one kind: timed
+operations (``norm_linear``: keys ``OPERATION_FIELDS``) or whole models (``generate``, ``decode``,
+``prefill``: keys ``MODEL_FIELDS``). A record that could not be measured says so in ``error`` and
+needs only its identity. Unknown extra keys are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCHEMA = 1
+PACKAGE = Path(__file__).resolve().parent
+KERNEL_SOURCES = ("kernels", "ops.py")
+
+HEADER_FIELDS: dict[str, tuple[type, ...]] = {
+    "schema": (int,),
+    "gpu": (str,),
+    "torch": (str,),
+    "triton": (str,),
+    "transformers": (str,),
+    "driver": (str,),
+    "kernel_hash": (str,),
+    "date": (str,),
+    "copy_tb_s": (int, float),
+    "matmul_tflops": (int, float),
+}
+_NUMBER = (int, float)
+_OPERATION_IDENTITY: dict[str, tuple[type, ...]] = {
+    "case": (str,),
+    "op": (str,),
+    "dtype": (str,),
+    "m": (int,),
+    "n": (int,),
+    "k": (int,),
+}
+OPERATION_FIELDS: dict[str, tuple[type, ...]] = {
+    **_OPERATION_IDENTITY,
+    "plan": (dict, type(None)),
+    "us": _NUMBER,
+    "us_q20": _NUMBER,
+    "us_q80": _NUMBER,
+    "baselines_us": (dict,),
+    "floor_us": _NUMBER,
+    "rel_err": (*_NUMBER, type(None)),
+    "rel_err_stock": (*_NUMBER, type(None)),
+}
+_MODEL_IDENTITY: dict[str, tuple[type, ...]] = {"model": (str,), "mode": (str,), "variant": (str,)}
+MODEL_FIELDS: dict[str, tuple[type, ...]] = {
+    **_MODEL_IDENTITY,
+    "ms": _NUMBER,
+    "tokens_per_s": _NUMBER,
+    "launches": (int, type(None)),
+    "fraction_of_bandwidth": (*_NUMBER, type(None)),
+}
+
+
+class ResultsError(ValueError):
+    """A result file, or what was to be written to one, does not have the documented form."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """A validated result file: its header (without ``records``) and its records."""
+
+    header: dict[str, Any]
+    records: tuple[dict[str, Any], ...]
+
+
+def gpu_slug(name: str) -> str:
+    """Folder name of a GPU: ``NVIDIA H200`` → ``nvidia_h200``."""
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    if not slug:
+        raise ResultsError(f"no folder name can be made of the GPU name {name!r}")
+    return slug
+
+
+def _blob(content: bytes) -> str:
+    """Git's name of a blob: SHA-1 of its header and content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def kernel_hash(package: Path = PACKAGE) -> str:
+    """Identity of the kernel sources, computed from the files alone.
+
+    Once they are committed it equals
+    ``git ls-files -s flashnorm_triton/kernels flashnorm_triton/ops.py | git hash-object --stdin``
+    run at the repository root. Byte code is left out, as git leaves it out.
+    """
+    files: list[Path] = []
+    for source in KERNEL_SOURCES:
+        path = package / source
+        files += [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    listed = sorted(
+        (f"{package.name}/{path.relative_to(package).as_posix()}".encode(), path)
+        for path in files
+        if "__pycache__" not in path.parts and path.suffix != ".pyc"
+    )
+    if not listed:
+        raise ResultsError(f"no kernel sources under {package}: is the package complete?")
+    lines = [b"100644 %s 0\t%s\n" % (_blob(p.read_bytes()).encode(), name) for name, p in listed]
+    return _blob(b"".join(lines))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _driver() -> str:
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    lines = answer.stdout.split()
+    return lines[0] if lines else "unknown"
+
+
+def header(*, copy_tb_s: float, matmul_tflops: float, gpu: str | None = None) -> dict[str, Any]:
+    """Header for this machine, now (UTC): ``copy_tb_s`` in TB/s, read plus written bytes.
+
+    ``gpu`` overrides the device's own name, for runs that are no benchmark of a GPU.
+    """
+    on_gpu = torch.cuda.is_available()
+    if gpu is None:
+        if not on_gpu:
+            raise ResultsError("no GPU to name in the header: pass gpu=... for a run without one")
+        gpu = torch.cuda.get_device_name()
+    return {
+        "schema": SCHEMA,
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "driver": _driver() if on_gpu else "none",
+        "kernel_hash": kernel_hash(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "copy_tb_s": copy_tb_s,
+        "matmul_tflops": matmul_tflops,
+        "python": platform.python_version(),
+    }
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, Mapping):
+        return all(_finite(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(_finite(item) for item in value)
+    return True
+
+
+def _check(what: str, got: Mapping[str, Any], fields: Mapping[str, tuple[type, ...]]) -> None:
+    for name, types in fields.items():
+        if name not in got:
+            raise ResultsError(f"{what} has no {name!r}: it needs {', '.join(fields)}")
+        value = got[name]
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wanted = " or ".join(t.__name__ for t in types)
+            raise ResultsError(f"{what} has {name} = {value!r}: it must be {wanted}")
+    if not _finite(got):
+        raise ResultsError(f"{what} holds a NaN or infinity: write null and say why in 'error'")
+
+
+def validate(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ResultsError`` naming the first field that does not have the documented form."""
+    _check("the header", head, HEADER_FIELDS)
+    if head["schema"] != SCHEMA:
+        raise ResultsError(
+            f"schema {head['schema']} is not the schema {SCHEMA} that this version reads: "
+            "use the version that wrote the file, or run the benchmark again"
+        )
+    for index, record in enumerate(records):
+        what = f"record {index}"
+        if not isinstance(record, Mapping):
+            raise ResultsError(f"{what} is {record!r}: it must be an object")
+        operation = "op" in record
+        if record.get("error"):
+            _check(what, record, _OPERATION_IDENTITY if operation else _MODEL_IDENTITY)
+            continue
+        _check(what, record, OPERATION_FIELDS if operation else MODEL_FIELDS)
+        if operation:
+            for name, us in record["baselines_us"].items():
+                _check(f"{what}, baselines_us", {name: us}, {name: _NUMBER})
+
+
+def save(path: Path | str, head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Validate and write atomically: a reader sees the old file or the new one, never a part."""
+    validate(head, records)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**head, "records": list(records)}, indent=1, allow_nan=False) + "\n"
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def load(path: Path | str) -> Results:
+    """Read and validate a result file; ``ResultsError`` says what is wrong with it and where."""
+    path = Path(path)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ResultsError(f"cannot read the results {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ResultsError(f"{path} is not a result file: not JSON ({error})") from error
+    if not isinstance(data, dict) or not isinstance(data.get("records"), list):
+        raise ResultsError(f"{path} is not a result file: no list 'records' at its top level")
+    records = data.pop("records")
+    try:
+        validate(data, records)
+    except ResultsError as error:
+        raise ResultsError(f"{path}: {error}") from None
+    return Results(header=data, records=tuple(records))
