@@ -1,0 +1,82 @@
+"""The argument checks of the operations: every message names the value and the remedy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless ``rms_norm(x, eps, gain)`` is well formed."""
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"x is {x.dtype}; norm_linear and rms_norm take bfloat16, float16, float32 or float64: "
+            "convert it with .to(...)"
+        )
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; its last dimension must hold K >= 1 values"
+        )
+    if not (math.isfinite(eps) and eps > 0):
+        raise ValueError(f"eps is {eps}; it must be positive and finite (a usual value is 1e-6)")
+    if gain is not None:
+        if gain.shape != x.shape[-1:]:
+            raise ValueError(
+                f"gain has shape {tuple(gain.shape)}, but x has K = {x.shape[-1]}: "
+                f"it must be ({x.shape[-1]},)"
+            )
+        if gain.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"gain is {gain.dtype}, x is {x.dtype}: use x's dtype or float32")
+        _same_device("gain", gain, x)
+
+
+def check_norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    same_dtype: bool = True,
+) -> None:
+    """Raise TypeError or ValueError unless ``norm_linear`` with these arguments is well formed.
+
+    ``same_dtype`` is False under autocast, which converts.
+    """
+    check_rms_norm(x, eps, None if gain is None or not same_dtype else gain)
+    if weight.dim() != 2:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (N, K)")
+    if weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"K differs: x has {x.shape[-1]} (last dimension of {tuple(x.shape)}), weight has "
+            f"{weight.shape[1]} (second dimension of {tuple(weight.shape)})"
+        )
+    if same_dtype and weight.dtype != x.dtype:
+        raise TypeError(
+            f"x is {x.dtype}, weight is {weight.dtype}: convert one of them, or use torch.autocast"
+        )
+    _same_device("weight", weight, x)
+    if weight.shape[1] > 1 and weight.stride(1) != 1:
+        raise ValueError(
+            f"weight has strides {tuple(weight.stride())}; its last dimension must be contiguous: "
+            "call .contiguous()"
+        )
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}, but weight has N = {weight.shape[0]}: "
+                f"it must be ({weight.shape[0]},)"
+            )
+        if same_dtype and bias.dtype != x.dtype:
+            raise TypeError(f"bias is {bias.dtype}, x is {x.dtype}: convert one of them")
+        _same_device("bias", bias, x)
+
+
+def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        raise ValueError(
+            f"x is on {x.device}, {name} is on {tensor.device}: move one of them with .to(...)"
+        )

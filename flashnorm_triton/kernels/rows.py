@@ -1,0 +1,61 @@
+"""Row kernels: the scale s = 1/rms of every row, and the stand-alone norm.
+
+``row_rstd_kernel`` is the first launch of ``stats_then_gemm``; ``rms_norm_kernel`` the first of
+``unfused``. One program a row; a row that fits in one block is read once.
+"""
+
+import triton
+import triton.language as tl
+
+from flashnorm_triton.kernels.epilogue import rstd_of
+
+
+@triton.jit
+def _sum_of_squares(x_row, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    ks = tl.arange(0, BLOCK_K)
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        x = tl.load(x_row + ks + k, mask=ks + k < K, other=0.0).to(tl.float32)
+        squares += x * x
+    return tl.sum(squares, axis=0)
+
+
+@triton.jit(do_not_specialize=["stride_xm"])
+def row_rstd_kernel(x_ptr, s_ptr, stride_xm, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """s[m] = 1 / sqrt(mean_k x[m, k]^2 + eps), fp32. Grid: (M,)."""
+    row = tl.program_id(0).to(tl.int64)
+    total = _sum_of_squares(x_ptr + row * stride_xm, K, BLOCK_K)
+    tl.store(s_ptr + row, rstd_of(total, K, eps))
+
+
+@triton.jit(do_not_specialize=["stride_xm"])
+def rms_norm_kernel(
+    x_ptr,
+    gain_ptr,
+    y_ptr,
+    stride_xm,
+    eps,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+):
+    """y[m, k] = x[m, k] * s[m] (* gain[k]), one rounding. Grid: (M,). y (M, K) contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x_ptr + row * stride_xm
+    y_row = y_ptr + row * K
+    ks = tl.arange(0, BLOCK_K)
+    if K <= BLOCK_K:
+        mask = ks < K
+        x = tl.load(x_row + ks, mask=mask, other=0.0).to(tl.float32)
+        y = x * rstd_of(tl.sum(x * x, axis=0), K, eps)
+        if HAS_GAIN:
+            y *= tl.load(gain_ptr + ks, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y_row + ks, y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        s = rstd_of(_sum_of_squares(x_row, K, BLOCK_K), K, eps)
+        for k in tl.range(0, K, BLOCK_K):
+            tail = ks + k < K
+            y_k = tl.load(x_row + ks + k, mask=tail, other=0.0).to(tl.float32) * s
+            if HAS_GAIN:
+                y_k *= tl.load(gain_ptr + ks + k, mask=tail, other=0.0).to(tl.float32)
+            tl.store(y_row + ks + k, y_k.to(y_ptr.dtype.element_ty), mask=tail)

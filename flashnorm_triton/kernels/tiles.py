@@ -1,0 +1,105 @@
+"""Portable tensor-core tiles in plain Triton: single pass, or with s from a statistics kernel.
+
+On Hopper one loaded x tile must not feed both an asynchronous ``tl.dot`` and register arithmetic:
+Triton's pipeliner then gives x's buffer a slot too few and the next copy overtakes the running
+instruction. Three forms keep clear of it, and the buffer-depth lint checks each compiled result:
+``own`` loads x for the squares through a pointer argument of its own (the same address: two
+arguments, so that the compiler cannot merge the loads); ``shared`` uses one load, for targets and
+tiles whose matrix instruction is synchronous; ``given`` reads s instead of computing it.
+"""
+
+import triton
+import triton.language as tl
+
+from flashnorm_triton.kernels.epilogue import rstd_of, scale_bias
+
+
+@triton.jit(do_not_specialize=["M", "stride_xm"])
+def norm_tiles_kernel(
+    x_ptr,
+    x_squares_ptr,
+    w_ptr,
+    bias_ptr,
+    gain_ptr,
+    s_ptr,
+    y_ptr,
+    M,
+    stride_xm,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_WN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SQUARES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """y = s * (x (* gain)) @ w.T (+ bias) for one BLOCK_M x BLOCK_N tile of y (M, N).
+
+    Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),), walked GROUP_M row blocks at a time so that
+    neighbours share weights in L2. SQUARES is "own", "shared" or "given" (see the module). UPCAST
+    multiplies in fp32: for the CPU interpreter, whose bf16 dot is wrong.
+    """
+    pid = tl.program_id(0)
+    blocks_m = tl.cdiv(M, BLOCK_M)
+    blocks_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    group = pid // (GROUP_M * blocks_n)
+    group_size = min(blocks_m - group * GROUP_M, GROUP_M)
+    within = pid % (GROUP_M * blocks_n)
+    block_m = group * GROUP_M + within % group_size
+    block_n = within // group_size
+
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask = rows < M
+    col_mask = cols < N
+    ks = tl.arange(0, BLOCK_K)
+    x_offsets = rows.to(tl.int64)[:, None] * stride_xm + ks[None, :]
+    x_tile = x_ptr + x_offsets
+    x_squares_tile = x_squares_ptr + x_offsets
+    w_tile = w_ptr + cols.to(tl.int64)[None, :] * STRIDE_WN + ks[:, None]
+    EVEN_K: tl.constexpr = K % BLOCK_K == 0
+    # Out-of-range columns read a valid row and are not stored: the loop then needs no column mask.
+    if N % BLOCK_N != 0:
+        w_tile = w_ptr + (cols % N).to(tl.int64)[None, :] * STRIDE_WN + ks[:, None]
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if EVEN_K:
+            x = tl.load(x_tile + k, mask=row_mask[:, None], other=0.0)
+            w = tl.load(w_tile + k)
+        else:
+            k_mask = ks + k < K
+            x = tl.load(x_tile + k, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
+            w = tl.load(w_tile + k, mask=k_mask[:, None], other=0.0)
+        if SQUARES == "own":
+            if EVEN_K:
+                z = tl.load(x_squares_tile + k, mask=row_mask[:, None], other=0.0)
+            else:
+                in_k = ks + k < K
+                z = tl.load(x_squares_tile + k, mask=row_mask[:, None] & in_k[None, :], other=0.0)
+            zf = z.to(tl.float32)
+            squares += zf * zf
+        elif SQUARES == "shared":
+            xf = x.to(tl.float32)
+            squares += xf * xf
+        if HAS_GAIN:
+            g = tl.load(gain_ptr + ks + k, mask=ks + k < K, other=0.0).to(tl.float32)
+            x = (x.to(tl.float32) * g[None, :]).to(x.dtype)
+        if UPCAST:
+            acc = tl.dot(x.to(tl.float32), w.to(tl.float32), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, w, acc, input_precision="ieee")
+    if SQUARES == "given":
+        s = tl.load(s_ptr + rows, mask=row_mask, other=0.0)
+    else:
+        s = rstd_of(tl.sum(squares, axis=1), K, eps)
+    acc = scale_bias(acc, s, bias_ptr, cols, col_mask, HAS_BIAS)
+    out = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])

@@ -1,0 +1,68 @@
+"""What this machine can run: whether Triton works here, and the facts of each GPU.
+
+Importable everywhere; nothing here imports Triton or touches a GPU before it is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from flashnorm_triton.plans import Device
+
+MIN_CAPABILITY = 80
+
+
+@functools.cache
+def triton_unavailable() -> str | None:
+    """Why Triton kernels cannot run on this machine's GPU, with the remedy; None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if not torch.cuda.is_available():
+        return "no GPU is visible to torch"
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability()
+        if 10 * major + minor < MIN_CAPABILITY:
+            return f"compute capability {major}.{minor} is below 8.0"
+    compiler = os.environ.get("CC")
+    if not any(shutil.which(c) for c in ([compiler] if compiler else ["gcc", "clang", "cc"])):
+        return "Triton needs a C compiler (apt install gcc, or set CC)"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        return f"Triton needs Python's C headers (apt install python3-dev): no {header}"
+    return None
+
+
+def triton_available() -> bool:
+    """Whether Triton kernels can be built and run on this machine's GPU."""
+    return triton_unavailable() is None
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter (TRITON_INTERPRET=1 at import)."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def device_facts(index: int) -> Device:
+    """The facts of CUDA device ``index`` that a choice of plan rests on."""
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return Device("hip", 0, properties.multi_processor_count)
+    capability = 10 * properties.major + properties.minor
+    gluon = (
+        capability == 90
+        and importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
+    )
+    return Device("cuda", capability, properties.multi_processor_count, gluon)
