@@ -57,8 +57,9 @@ def fold(weight: Tensor, gain: Tensor | None, out: Tensor | None = None) -> Tens
     gain = gain.to(device=weight.device, dtype=wide)
     for start in range(0, weight.shape[0], rows):
         part = weight[start : start + rows]
-        folded[start : start + rows].copy_(part.to(wide).mul_(gain) if part.dtype != wide
-                                           else part * gain)
+        folded[start : start + rows].copy_(
+            part.to(wide).mul_(gain) if part.dtype != wide else part * gain
+        )
     return folded
 
 

@@ -1,0 +1,132 @@
+"""A weightless double of a model, and one forward pass through it.
+
+The double has the model's own classes, attributes and configuration, but every parameter and buffer
+is a fake tensor: shapes and dtypes without memory. Running it tells how data flows, whatever device
+(meta included) the model is on, and leaves the model, its hooks and its caches alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Sizes no hidden size is likely to equal, so that a transposed tensor cannot pass for a plain one.
+_BATCH, _LENGTH = 2, 7
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_HOOK_OPTIONS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class _Nothing:
+    """Stands where the model holds something that the double must not copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Nothing:
+        return self
+
+
+def make_shadow(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
+    """The double of ``model``, in evaluation mode, hooks left out. The model is only read.
+
+    Raises whatever copying one of the model's attributes raises.
+    """
+    memo: dict[int, Any] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        with fakes:
+            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = nn.Parameter(stand_in(parameter), requires_grad=False)
+        loose = [value for value in vars(module).values() if isinstance(value, Tensor)]
+        for tensor in [*module._buffers.values(), *loose]:
+            if tensor is not None and id(tensor) not in memo:
+                memo[id(tensor)] = stand_in(tensor)
+        for name in (*HOOK_TABLES, *_HOOK_OPTIONS):
+            table = getattr(module, name, None)
+            if table is not None:
+                memo[id(table)] = OrderedDict()
+        hook = getattr(module, "_hf_hook", None)
+        if hook is not None:
+            memo[id(hook)] = _Nothing()
+    with torch.device("cpu"):
+        double = copy.deepcopy(model, memo)
+    for module in double.modules():
+        for replaced in ("forward", "_old_forward", "_output_capturing_hooks_installed"):
+            vars(module).pop(replaced, None)
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.gradient_checkpointing = False
+    config = getattr(double, "config", None)
+    if hasattr(config, "_attn_implementation"):
+        # Any attention will do for following norms; this one is torch operations only.
+        config._attn_implementation = "eager"
+    return double.eval()
+
+
+def run_once(
+    shadow: nn.Module,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
+    visit_output: Callable[[Any], None],
+) -> None:
+    """Run the double over a few tokens and, where it returns a cache, over one token more.
+
+    To be called under a fake tensor mode.
+
+    ``example_inputs`` are keyword (mapping) or positional (tuple) arguments; None means token ids.
+    ``visit_output`` is shown what each of the passes returned.
+
+    Raises TypeError when the model takes no token ids and no example is given.
+    """
+    if example_inputs is not None:
+        faked = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), example_inputs
+        )
+        is_mapping = isinstance(faked, Mapping)
+        visit_output(shadow(**faked) if is_mapping else shadow(*faked))
+        return
+    takes = _parameters_of(type(shadow).forward)
+    if "input_ids" not in takes:
+        raise TypeError(
+            f"{type(shadow).__name__}.forward takes no input_ids: pass example_inputs=, a dict of "
+            "keyword arguments or a tuple of positional ones"
+        )
+    tokens: dict[str, Any] = {"input_ids": torch.zeros(_BATCH, _LENGTH, dtype=torch.long)}
+    if "decoder_input_ids" in takes:
+        tokens["decoder_input_ids"] = torch.zeros(_BATCH, _LENGTH, dtype=torch.long)
+    wanted = {"use_cache": True, "output_hidden_states": True}
+    open_ended = "kwargs" in takes and hasattr(shadow, "config")
+    options = {name: value for name, value in wanted.items() if name in takes or open_ended}
+    result = shadow(**tokens, **options)
+    visit_output(result)
+    for name in ("cache", "past_key_values"):
+        cache = result.get(name) if isinstance(result, Mapping) else None
+        if cache is not None and name in takes:
+            key = "decoder_input_ids" if "decoder_input_ids" in takes else "input_ids"
+            tokens[key] = torch.zeros(_BATCH, 1, dtype=torch.long)
+            visit_output(shadow(**tokens, **options, **{name: cache}))
+            return
+
+
+def _parameters_of(forward: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(forward).parameters)

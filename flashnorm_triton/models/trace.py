@@ -1,0 +1,283 @@
+"""Tracing a model's double: which linears read each norm's output, and what stands in the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from flashnorm_triton.models.flow import Flow, Follower, Tag, leaves
+from flashnorm_triton.models.shadow import make_shadow, run_once
+
+# A module that asks for values there are none of (an expert loop over the tokens' choices).
+_DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass
+class Trace:
+    """What was seen. ``linear_inputs``: the norms that feed each plain linear (None: other data).
+
+    ``borrowed`` maps a linear or norm to a foreign module whose code reads its weight. ``failure``
+    says why the model could not be followed at all.
+    """
+
+    flows: dict[str, Flow]
+    linear_inputs: dict[str, set[str | None]] = field(default_factory=dict)
+    borrowed: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+
+
+class ShapeMismatch(RuntimeError):
+    """A module of the rehearsed model returned other shapes than the stock one."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A site to rehearse: the norm emits ``width`` columns, of which each linear takes a range."""
+
+    norm: str
+    columns: Mapping[str, tuple[int, int]]
+
+    @property
+    def width(self) -> int:
+        """The number of packed output columns N."""
+        return max(stop for _, stop in self.columns.values())
+
+
+class Tracer:
+    """Runs the double of one model, stock or rehearsed, and watches its modules."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        norms: Iterable[str],
+        example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    ) -> None:
+        self.trace = Trace({name: Flow(name) for name in norms})
+        self._example_inputs = example_inputs
+        self._stack: list[str] = []
+        self._packed: dict[str, int] = {}
+        self._columns: dict[str, tuple[int, int]] = {}
+        self._log: list[tuple[str, Any]] = []
+        self._expected: list[tuple[str, Any]] | None = None
+        self.failed_at: str | None = None
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._shadow = make_shadow(model, self._fakes)
+        self._classes: dict[str, str] = {}
+        owners: dict[int, str] = {}
+        for name, module in self._shadow.named_modules():
+            self._classes[name] = type(module).__name__
+            weight = module._parameters.get("weight")
+            if weight is not None and (type(module) is nn.Linear or name in self.trace.flows):
+                owners[id(weight)] = name
+            forward = type(module).forward.__get__(module)
+            module.forward = functools.wraps(forward)(
+                functools.partial(self._call, name, module, forward)
+            )
+        self._follower = Follower(self._stack, self._classes, owners)
+
+    def follow(self) -> Trace:
+        """Trace the stock model in evaluation and in training mode (dropout, jitter)."""
+        trace = self.trace
+        try:
+            self._run(training=True)
+            for flow in trace.flows.values():
+                flow.calls, flow.consumers = 0, {}
+            self._run(training=False)
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0][:200]
+            trace.failure = (
+                f"the model could not be followed: {type(error).__name__} in "
+                f"{self.failed_at or 'its forward'}: {text}"
+            )
+        trace.borrowed = dict(self._follower.borrowed)
+        return trace
+
+    def rehearse(self, sites: Iterable[Packing]) -> str | None:
+        """Run with these sites packed; None when every module returns the shapes it did before.
+
+        Otherwise the name of the module where the two part. Call after :meth:`follow`.
+        """
+        for site in sites:
+            self._packed[site.norm] = site.width
+            self._columns.update(site.columns)
+        self._expected, self._log, self.failed_at = self._log, [], None
+        try:
+            self._run(training=False)
+        except Exception:
+            return self.failed_at or ""
+        finally:
+            self._log, self._expected = self._expected, None
+            self._packed, self._columns = {}, {}
+        return None
+
+    def _run(self, training: bool) -> None:
+        self._shadow.train(training)
+        self._log, self.failed_at = [], None
+        self._stack.clear()
+        follower = self._follower
+        follower.tags.clear()
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for device_type in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(self._fakes)
+            stack.enter_context(follower)
+            run_once(self._shadow, self._example_inputs, self._returned)
+        for tag in {id(tag): tag for _, tag in follower.tags.values()}.values():
+            tag.flow.call_sets.add(frozenset(tag.consumers))
+
+    def _returned(self, output: Any) -> None:
+        for tag in self._follower.tags_in(output):
+            tag.flow.obstruct("its output is also an output of the model")
+
+    def _call(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        follower = self._follower
+        if follower.quiet:
+            return forward(*args, **kwargs)
+        self._stack.append(name)
+        try:
+            if name in self._packed:
+                lead = args[0].shape[:-1]
+                output = args[0].new_empty((*lead, self._packed[name]))
+            elif name in self._columns:
+                start, stop = self._columns[name]
+                output = args[0].narrow(-1, start, stop - start)
+            else:
+                output = self._observed(name, module, forward, args, kwargs)
+            self._compare(name, output)
+            return output
+        except Exception:
+            self.failed_at = self.failed_at or name
+            raise
+        finally:
+            self._stack.pop()
+
+    def _observed(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        follower = self._follower
+        tags = follower.tags_in((args, kwargs))
+        for tag in tags:
+            tag.flow.readers.setdefault(name)
+        if name in self.trace.flows:
+            return self._norm(name, forward, args, kwargs, tags)
+        if type(module) is nn.Linear:
+            sources = self.trace.linear_inputs.setdefault(name, set())
+            sources.update([tag.flow.norm for tag in tags] or [None])
+            if tags:
+                return self._consume(name, forward, args, kwargs, tags[0])
+        elif tags and _acts_as_linear(module):
+            return self._wrapped_linear(name, module, args, kwargs, tags)
+        try:
+            output = forward(*args, **kwargs)
+        except _DEPENDS_ON_DATA:
+            output = _like_first(args, kwargs)
+            if output is None:
+                raise
+            for tag in tags:
+                tag.flow.obstruct(
+                    f"its output goes into {self._follower.where()}, which depends on data"
+                )
+        for tag in follower.tags_in(output):
+            tag.flow.readers.setdefault(name)
+            if isinstance(output, Mapping):
+                for key, value in output.items():
+                    if tag in follower.tags_in(value):
+                        tag.flow.obstruct(
+                            f"its output is also returned as {key} by {self._follower.where()}"
+                        )
+        return output
+
+    def _norm(
+        self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, tags: list[Tag]
+    ) -> Any:
+        follower, flow = self._follower, self.trace.flows[name]
+        for tag in tags:
+            tag.flow.obstruct(f"its output goes into another norm, {self._follower.where()}")
+        if len(args) != 1 or kwargs:
+            flow.obstruct("its forward is given more than one positional tensor")
+        output, kernels = self._quietly(forward, args, kwargs)
+        flow.calls += 1
+        flow.operations = max(flow.operations, kernels)
+        if not isinstance(output, Tensor):
+            flow.obstruct("its forward does not return one tensor")
+        else:
+            if output.dtype != args[0].dtype:
+                flow.obstruct(f"it turns {args[0].dtype} into {output.dtype}")
+            follower.tag(output, Tag(flow))
+        return output
+
+    def _consume(
+        self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, tag: Tag
+    ) -> Any:
+        if len(args) != 1 or kwargs or self._follower.tag_of(args[0]) is not tag:
+            tag.flow.obstruct(
+                f"{self._follower.where()} is not given its input as one positional argument"
+            )
+        tag.consumers.add(name)
+        tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
+        return self._quietly(forward, args, kwargs)[0]
+
+    def _wrapped_linear(
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, tags: list[Tag]
+    ) -> Any:
+        for tag in tags:
+            tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
+            tag.flow.obstruct(
+                f"{self._follower.where()} is not a plain torch.nn.Linear (quantized, LoRA or other wrapper)"
+            )
+        first = next(v for v in leaves((args, kwargs)) if isinstance(v, Tensor))
+        return first.new_empty((*first.shape[:-1], module.out_features))
+
+    def _quietly(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
+        follower = self._follower
+        follower.quiet, follower.kernels = 1, 0
+        try:
+            return forward(*args, **kwargs), follower.kernels
+        finally:
+            follower.quiet = 0
+
+    def _compare(self, name: str, output: Any) -> None:
+        follower = self._follower
+        shapes = None
+        if not follower.tags_in(output):
+            shapes = [(t.shape, t.dtype) for t in leaves(output) if isinstance(t, Tensor)]
+        self._log.append((name, shapes))
+        if self._expected is None:
+            return
+        place = len(self._log) - 1
+        stock = self._expected[place] if place < len(self._expected) else ("", [])
+        if stock[0] != name or (stock[1] is not None and stock[1] != shapes):
+            raise ShapeMismatch(f"{name}: stock {stock}, packed {shapes}")
+
+
+def _acts_as_linear(module: nn.Module) -> bool:
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return all(isinstance(size, int) for size in sizes)
+
+
+def _like_first(args: Any, kwargs: Any) -> Tensor | None:
+    tensors = (v for v in leaves((args, kwargs)) if isinstance(v, Tensor) and v.is_floating_point())
+    first = next(tensors, None)
+    return None if first is None else first.new_empty(first.shape)
