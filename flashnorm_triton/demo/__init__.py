@@ -1,0 +1,1 @@
+"""``flashnorm demo``: the shipped model, stock against patched, on whatever this machine has."""
