@@ -277,8 +277,7 @@ def _run_reference_norm(rows: launch.Rows, eps: float, gain: Tensor | None) -> T
 # Registration. The schemas are the operations' contract with torch.compile and export.
 _library = torch.library.Library("flashnorm", "DEF")
 _library.define(
-    "norm_linear(Tensor x, Tensor weight, float eps, Tensor? bias, Tensor? gain)"
-    " -> Tensor"
+    "norm_linear(Tensor x, Tensor weight, float eps, Tensor? bias, Tensor? gain) -> Tensor"
 )
 _library.define("rms_norm(Tensor x, float eps, Tensor? gain) -> Tensor")
 for _key in ("CPU", "CUDA"):

@@ -12,6 +12,76 @@ import triton.language as tl
 from flashnorm_triton.kernels.epilogue import rstd_of
 
 
+@triton.jit
+def _load_weights(w_tile, k, k_mask, col_mask, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr):
+    if EVEN_K and EVEN_N:
+        w = tl.load(w_tile + k, eviction_policy="evict_first")
+    else:
+        mask = k_mask[None, :] & col_mask[:, None]
+        w = tl.load(w_tile + k, mask=mask, other=0.0, eviction_policy="evict_first")
+    return w.to(tl.float32)
+
+
+@triton.jit
+def _step_one_row(
+    acc,
+    squares,
+    x_row,
+    w_tile,
+    gain_ptr,
+    k,
+    ks,
+    col_mask,
+    K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+):
+    """acc (BLOCK_N, BLOCK_K) and squares (BLOCK_K) after one more BLOCK_K of one row."""
+    k_mask = ks + k < K
+    if EVEN_K:
+        x = tl.load(x_row + k).to(tl.float32)
+    else:
+        x = tl.load(x_row + k, mask=k_mask, other=0.0).to(tl.float32)
+    w = _load_weights(w_tile, k, k_mask, col_mask, EVEN_K, EVEN_N)
+    squares += x * x
+    if HAS_GAIN:
+        x *= tl.load(gain_ptr + ks + k, mask=k_mask, other=0.0).to(tl.float32)
+    acc += w * x[None, :]
+    return acc, squares
+
+
+@triton.jit
+def _step_rows(
+    acc,
+    squares,
+    x_tile,
+    w_tile,
+    gain_ptr,
+    k,
+    ks,
+    row_mask,
+    col_mask,
+    K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    HAS_GAIN: tl.constexpr,
+):
+    """acc (ROWS, BLOCK_N, BLOCK_K) and squares (ROWS, BLOCK_K) after one more BLOCK_K."""
+    k_mask = ks + k < K
+    if EVEN_K:
+        x = tl.load(x_tile + k, mask=row_mask[:, None], other=0.0).to(tl.float32)
+    else:
+        x_mask = row_mask[:, None] & k_mask[None, :]
+        x = tl.load(x_tile + k, mask=x_mask, other=0.0).to(tl.float32)
+    w = _load_weights(w_tile, k, k_mask, col_mask, EVEN_K, EVEN_N)
+    squares += x * x
+    if HAS_GAIN:
+        x *= tl.load(gain_ptr + ks + k, mask=k_mask, other=0.0).to(tl.float32)[None, :]
+    acc += w[None, :, :] * x[:, None, :]
+    return acc, squares
+
+
 @triton.jit(do_not_specialize=["M", "stride_xm"])
 def norm_gemv_kernel(
     x_ptr,
@@ -35,7 +105,8 @@ def norm_gemv_kernel(
     """y[m, n] = s[m] * sum_k x[m, k] (* gain[k]) * w[n, k] (+ bias[n]); s = 1/rms(x[m]).
 
     Grid: (cdiv(N, BLOCK_N), cdiv(M, ROWS)). x (M, K) with row stride ``stride_xm``, w (N, K) with
-    row stride STRIDE_WN, y (M, N) contiguous.
+    row stride STRIDE_WN, y (M, N) contiguous. STAGES > 1 copies ahead through shared memory;
+    STAGES = 1 unrolls the loop over K, and the loads go straight to registers.
     """
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = cols < N
@@ -49,21 +120,18 @@ def norm_gemv_kernel(
         x_row = x_ptr + first * stride_xm + ks
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         squares = tl.zeros((BLOCK_K,), tl.float32)
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if EVEN_K:
-                x = tl.load(x_row + k).to(tl.float32)
-                if EVEN_N:
-                    w = tl.load(w_tile + k)
-                else:
-                    w = tl.load(w_tile + k, mask=col_mask[:, None], other=0.0)
-            else:
-                k_mask = ks + k < K
-                x = tl.load(x_row + k, mask=k_mask, other=0.0).to(tl.float32)
-                w = tl.load(w_tile + k, mask=col_mask[:, None] & k_mask[None, :], other=0.0)
-            squares += x * x
-            if HAS_GAIN:
-                x *= tl.load(gain_ptr + ks + k, mask=ks + k < K, other=0.0).to(tl.float32)
-            acc += w.to(tl.float32) * x[None, :]
+        if STAGES == 1:
+            for k in tl.static_range(0, K, BLOCK_K):
+                acc, squares = _step_one_row(
+                    acc, squares, x_row, w_tile, gain_ptr, k, ks, col_mask, K, EVEN_K, EVEN_N,
+                    HAS_GAIN,
+                )  # fmt: skip
+        else:
+            for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                acc, squares = _step_one_row(
+                    acc, squares, x_row, w_tile, gain_ptr, k, ks, col_mask, K, EVEN_K, EVEN_N,
+                    HAS_GAIN,
+                )  # fmt: skip
         y = tl.sum(acc, axis=1) * rstd_of(tl.sum(squares, axis=0), K, eps)
         if HAS_BIAS:
             y += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)
@@ -74,23 +142,18 @@ def norm_gemv_kernel(
         x_tile = x_ptr + rows[:, None] * stride_xm + ks[None, :]
         acc3 = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.float32)
         squares2 = tl.zeros((ROWS, BLOCK_K), tl.float32)
-        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            k_mask = ks + k < K
-            if EVEN_K:
-                xr = tl.load(x_tile + k, mask=row_mask[:, None], other=0.0).to(tl.float32)
-                if EVEN_N:
-                    wr = tl.load(w_tile + k)
-                else:
-                    wr = tl.load(w_tile + k, mask=col_mask[:, None], other=0.0)
-            else:
-                xr = tl.load(x_tile + k, mask=row_mask[:, None] & k_mask[None, :], other=0.0)
-                xr = xr.to(tl.float32)
-                wr = tl.load(w_tile + k, mask=col_mask[:, None] & k_mask[None, :], other=0.0)
-            squares2 += xr * xr
-            if HAS_GAIN:
-                g = tl.load(gain_ptr + ks + k, mask=k_mask, other=0.0).to(tl.float32)
-                xr *= g[None, :]
-            acc3 += wr.to(tl.float32)[None, :, :] * xr[:, None, :]
+        if STAGES == 1:
+            for k in tl.static_range(0, K, BLOCK_K):
+                acc3, squares2 = _step_rows(
+                    acc3, squares2, x_tile, w_tile, gain_ptr, k, ks, row_mask, col_mask, K, EVEN_K,
+                    EVEN_N, HAS_GAIN,
+                )  # fmt: skip
+        else:
+            for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                acc3, squares2 = _step_rows(
+                    acc3, squares2, x_tile, w_tile, gain_ptr, k, ks, row_mask, col_mask, K, EVEN_K,
+                    EVEN_N, HAS_GAIN,
+                )  # fmt: skip
         s = rstd_of(tl.sum(squares2, axis=1), K, eps)
         y2 = tl.sum(acc3, axis=2) * s[:, None]
         if HAS_BIAS:
