@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.models.flow import Flow
-from flashnorm_triton.models.fused import stock_module
+from flashnorm_triton.models.fused import sites_of
 from flashnorm_triton.models.norms import NormReader, NormTraits, is_candidate
 from flashnorm_triton.models.report import AuditReport, SiteReport
 from flashnorm_triton.models.shadow import HOOK_TABLES
@@ -28,14 +28,17 @@ def audit(
     The model's double is run on fake tensors (no memory, no arithmetic) and each norm's output is
     followed to its readers; no list of model names is involved. The model may be on any device,
     meta included; it is only read. ``example_inputs`` (a dict of keyword arguments or a tuple of
-    positional ones) are needed only by models that take no ``input_ids``.
+    positional ones) are needed only by models that take no ``input_ids``. Of a model that is
+    patched, what was found when it was patched is said again.
 
     Raises TypeError for something that is not a ``torch.nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit needs a torch.nn.Module, not {type(model).__name__}")
-    model = getattr(model, "_orig_mod", model)
-    modules = {name: stock_module(module) for name, module in model.named_modules()}
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
+    for site in sites_of(model):
+        return site.audit
+    modules = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if is_candidate(module)}
     reader = NormReader()
     traits = {name: reader.read(module) for name, module in norms.items()}
@@ -123,7 +126,7 @@ def _obstacle(
             obstacle = _hook_obstacle(passage, modules[passage])
             if obstacle is not None:
                 return obstacle
-    return _tensor_obstacle(name, traits, flow, modules) or _ancestor_obstacle(name, flow, modules)
+    return _tensor_obstacle(name, traits, trace, modules) or _ancestor_obstacle(name, flow, modules)
 
 
 def _module_obstacle(
@@ -178,9 +181,10 @@ def _ancestor_obstacle(name: str, flow: Flow, modules: dict[str, nn.Module]) -> 
 
 
 def _tensor_obstacle(
-    name: str, traits: NormTraits, flow: Flow, modules: dict[str, nn.Module]
+    name: str, traits: NormTraits, trace: Trace, modules: dict[str, nn.Module]
 ) -> str | None:
     """Sizes, dtypes and devices of the site's parameters."""
+    flow = trace.flows[name]
     tensors: dict[str, Tensor] = {}
     for path in (name, *flow.consumers):
         for key, parameter in modules[path]._parameters.items():
@@ -196,6 +200,8 @@ def _tensor_obstacle(
     devices = {str(tensor.device) for tensor in tensors.values()}
     if len(devices) > 1:
         return f"the site's parameters are on several devices: {', '.join(sorted(devices))}"
+    if devices == {"meta"} and not trace.on_meta:
+        return "the site's weights are not in memory (meta device): offloaded, or not loaded"
     sizes = {modules[path].in_features for path in flow.consumers}
     if traits.size is not None:
         sizes.add(traits.size)

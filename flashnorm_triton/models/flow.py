@@ -9,6 +9,7 @@ as an obstacle, with the operation and the module it stands in.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,9 +102,10 @@ def _watch(name: str) -> None:
 
 
 for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod divmod rdivmod pow "
-    "rpow neg float eq ne lt le gt ge hash bool"
-).split():
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow"),
+    *("neg", "float", "eq", "ne", "lt", "le", "gt", "ge", "hash", "bool"),
+):
     _watch(f"__{_name}__")
 
 
@@ -182,7 +184,7 @@ class Follower(TorchFunctionMode):
         self.owners = owners
         self.borrowed: dict[str, str] = {}
         self.tags: dict[int, tuple[Tensor, Tag]] = {}
-        self.quiet = 0
+        self.quiet = False
         self.kernels = 0
 
     def where(self) -> str:
@@ -190,6 +192,15 @@ class Follower(TorchFunctionMode):
         name = self.stack[-1] if self.stack else ""
         label = self.classes.get(name, "the model")
         return f"{name} ({label})" if name else label
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Follow nothing for a while, but count in ``kernels`` the tensors that are made."""
+        self.quiet, self.kernels = True, 0
+        try:
+            yield
+        finally:
+            self.quiet = False
 
     def tag(self, tensor: Tensor, tag: Tag) -> None:
         """Follow ``tensor`` from here on. It is kept alive, so that its id stays its own."""

@@ -55,6 +55,11 @@ class FusedNormLinear(nn.Module):
             weight, bias = self._joined(weight, "weight"), self._joined(bias, "bias")
         return norm_linear(hidden_states, weight, self.eps, bias, gain)
 
+    @property
+    def stock(self) -> nn.Module:
+        """The stock norm, which waits outside the model."""
+        return self.site.norm
+
     def _joined(self, packed: Tensor | None, key: str) -> Tensor | None:
         """The packed tensor as a differentiable function of the linears' own parameters."""
         parts = [view.get(key) for view in self.site.views]
@@ -135,7 +140,14 @@ class PackedSlice(nn.Linear):
                 f"({self.site.report.norm}) and takes that module's packed output, "
                 f"{self.width} columns; call handle.revert() to use it on other inputs"
             )
+        if self.out_features == self.width:
+            return packed
         return packed.narrow(-1, self.start, self.out_features)
+
+    @property
+    def stock(self) -> nn.Linear:
+        """The stock linear, which waits outside the model."""
+        return self.site.linears[self.index]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refused: a parameter of its own would no longer be part of the packed weights."""
@@ -150,7 +162,7 @@ class PackedSlice(nn.Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.site.folded:
-            self.site.linears[self.index]._save_to_state_dict(destination, prefix, keep_vars)
+            self.stock._save_to_state_dict(destination, prefix, keep_vars)
         else:
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -158,8 +170,7 @@ class PackedSlice(nn.Linear):
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         if self.site.folded:
-            stock = self.site.linears[self.index]
-            stock._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+            self.stock._load_from_state_dict(state_dict, prefix, local_metadata, *args)
             self.site.rewrite([self.index])
             return
         # Assigning would take the parameter out of the packed weights: copy into them.
@@ -201,10 +212,6 @@ def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
     return hidden_states
 
 
-def stock_module(module: nn.Module) -> nn.Module:
-    """The stock module in whose place ``module`` stands; itself when it is none of ours."""
-    if isinstance(module, FusedNormLinear):
-        return module.site.norm
-    if isinstance(module, PackedSlice):
-        return module.site.linears[module.index]
-    return module
+def sites_of(model: nn.Module) -> list[PackedSite]:
+    """The packed sites of a patched model, in the order of its modules; empty for a stock one."""
+    return [module.site for module in model.modules() if isinstance(module, FusedNormLinear)]

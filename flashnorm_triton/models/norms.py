@@ -78,7 +78,7 @@ def _probe(module: nn.Module) -> NormTraits:
     shapes = {tuple(p.shape) for p in parameters.values()}
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
         return _OTHER
-    size = next(iter(shapes))[0] if shapes else None
+    size = next(iter(shapes))[0] if shapes else _declared_size(module)
     draw = torch.Generator(device="cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -91,7 +91,7 @@ def _probe(module: nn.Module) -> NormTraits:
     stand_in._parameters = dict.fromkeys(module._parameters)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         for name in parameters:
-            values = random(*next(iter(shapes))).mul_(0.3).add_(0.8)
+            values = random(size).mul_(0.3).add_(0.8)
             stand_in._parameters[name] = nn.Parameter(values, requires_grad=False)
         # One row where eps hardly counts and two where it does, all off centre, so that a norm
         # that subtracts the mean, or adds eps elsewhere, cannot pass for one that does not.
@@ -106,6 +106,12 @@ def _probe(module: nn.Module) -> NormTraits:
         if not isinstance(answer, Tensor) or answer.shape != rows.shape:
             return _OTHER
         return _match(rows, answer, stand_in._parameters, epsilons, size)
+
+
+def _declared_size(module: nn.Module) -> int | None:
+    """The length that a norm without parameters was built for, where it keeps it (torch's do)."""
+    shape = getattr(module, "normalized_shape", None)
+    return shape[0] if isinstance(shape, tuple) and len(shape) == 1 else None
 
 
 def _match(

@@ -8,14 +8,15 @@ weights wait in host memory, and are what ``state_dict`` and ``revert`` return.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.algebra import effective_gain, fold, fold_error
-from flashnorm_triton.models.report import SiteReport
+from flashnorm_triton.models.report import AuditReport, SiteReport
 
 # A healthy float16 fold is off by about 2e-4; beyond this, subnormal values were hit.
 _FOLD_ERROR = 5e-4
@@ -36,6 +37,7 @@ class PackedSite:
         self, report: SiteReport, norm: nn.Module, linears: list[nn.Linear], folded: bool
     ) -> None:
         self.report = report
+        self.audit: AuditReport | None = None
         self.norm = norm
         self.linears = linears
         self.gain: nn.Parameter | None = norm._parameters.get("weight")
@@ -48,6 +50,8 @@ class PackedSite:
         self.folded = folded and not self._fold_spoils()
         if folded and not self.folded:
             self._pack(folded=False)
+            spoilt = "gain applied in the kernel, as folding it would leave float16's range"
+            self.report = replace(report, reason=f"{report.reason}; {spoilt}")
 
     @property
     def width(self) -> int:
@@ -93,7 +97,12 @@ class PackedSite:
 
         Nothing before this call has changed the stock modules.
         """
-        self.trainable = any(p.requires_grad for p in self._stock_parameters())
+        # The copies to the host come first: they alone can fail.
+        if self.folded:
+            on_host = {p: p.data.to("cpu") for m in self.linears for p in _present(m._parameters)}
+        self.trainable = any(
+            p.requires_grad for m in (self.norm, *self.linears) for p in _present(m._parameters)
+        )
         self._gain_learns = self.gain is not None and self.gain.requires_grad
         if self.gain is not None:
             self.norm._parameters["weight"] = None
@@ -102,21 +111,19 @@ class PackedSite:
         for linear, (start, stop) in zip(self.linears, self.columns, strict=True):
             stock = dict(linear._parameters)
             seen = self._slices(start, stop)
+            view = stock
             if self.folded:
-                self.views.append(
-                    {
-                        key: None if p is None else nn.Parameter(seen[key], requires_grad=False)
-                        for key, p in stock.items()
-                    }
-                )
-                for parameter in _present(stock):
-                    parameter.data = parameter.data.to("cpu")
-            else:
-                for key, parameter in stock.items():
-                    if parameter is not None:
-                        parameter.data = seen[key]
+                view = {
+                    key: None if p is None else nn.Parameter(seen[key], requires_grad=False)
+                    for key, p in stock.items()
+                }
+            for key, parameter in stock.items():
+                if parameter is not None and self.folded:
+                    parameter.data = on_host.pop(parameter)
+                elif parameter is not None:
+                    parameter.data = seen[key]
                     linear._parameters[key] = None
-                self.views.append(stock)
+            self.views.append(view)
 
     def give_back(self) -> None:
         """Undo :meth:`take`: the stock modules hold their own parameters again, bit for bit."""
@@ -140,10 +147,6 @@ class PackedSite:
                     linear._parameters[key] = parameter
         self.views.clear()
 
-    def _stock_parameters(self) -> list[nn.Parameter]:
-        modules = [self.norm, *self.linears]
-        return [p for module in modules for p in _present(module._parameters)]
-
     def _slices(self, start: int, stop: int) -> dict[str, Tensor | None]:
         bias = self.buffers["packed_bias"]
         return {
@@ -151,11 +154,16 @@ class PackedSite:
             "bias": None if bias is None else bias[start:stop],
         }
 
-    def rewrite(self, indices: range | list[int]) -> None:
-        """Fill the packed rows anew from the stock weights, after those or the gain changed."""
+    def rewrite(self, indices: Iterable[int]) -> None:
+        """Fold the stock weights anew, after they, the gain or the dtype changed."""
         with torch.no_grad():
             for index in indices:
-                self._write(index, self.folded)
+                self._write(index, folded=True)
+            if self._fold_spoils():
+                raise RuntimeError(
+                    f"{self.report.norm}: with these weights the folded gain leaves float16's "
+                    "range: call handle.revert() first, then change the weights and patch again"
+                )
 
     def apply(self, seen: int, fn: Callable[[Tensor], Tensor]) -> int:
         """``nn.Module._apply`` for the shared tensors: once, however many modules pass it on.

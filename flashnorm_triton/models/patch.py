@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from flashnorm_triton.models.audit import audit
-from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice, stock_module
+from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice, sites_of
 from flashnorm_triton.models.packed import PackedSite
 from flashnorm_triton.models.report import AuditReport
 
@@ -74,12 +75,12 @@ def patch(
             "it first (from_pretrained, or to_empty and load_state_dict); audit(model) works as is"
         )
     report = audit(model, example_inputs=example_inputs)
-    fused = [module for module in model.modules() if isinstance(module, FusedNormLinear)]
-    if fused:
-        form = f"fold={fused[0].folded}"
+    sites = sites_of(model)
+    if sites:
         warnings.warn(
-            f"{type(model).__name__} is already patched ({len(fused)} sites, {form}): nothing was "
-            "changed; call revert() on the handle to patch it anew",
+            f"{type(model).__name__} is already patched ({len(sites)} sites, "
+            f"fold={any(site.folded for site in sites)}): nothing was changed; to patch it anew, "
+            "call revert() on the handle first",
             stacklevel=2,
         )
         return PatchHandle(model, report, changed=False)
@@ -90,7 +91,7 @@ def patch(
         return PatchHandle(model, report, changed=False)
     with torch.inference_mode(False), torch.no_grad():
         try:
-            _fuse_all(model, report, fold)
+            report = _fuse_all(model, report, fold)
         except BaseException:
             _restore(model)
             raise
@@ -113,16 +114,22 @@ def patched(
             handle.revert()
 
 
-def _fuse_all(model: nn.Module, report: AuditReport, fold: bool) -> None:
+def _fuse_all(model: nn.Module, report: AuditReport, fold: bool) -> AuditReport:
     places = _places(model)
-    for site_report in report.fused:
-        norm = model.get_submodule(site_report.norm)
-        linears = [model.get_submodule(name) for name in site_report.consumers]
-        site = PackedSite(site_report, norm, linears, fold)
+    done: dict[str, PackedSite] = {}
+    for found in report.fused:
+        norm = model.get_submodule(found.norm)
+        linears = [model.get_submodule(name) for name in found.consumers]
+        site = done[found.norm] = PackedSite(found, norm, linears, fold)
         site.take()
         _put(places[id(norm)], FusedNormLinear(site))
         for index, linear in enumerate(linears):
             _put(places[id(linear)], PackedSlice(site, index))
+    entries = (done[entry.norm].report if entry.norm in done else entry for entry in report.sites)
+    report = replace(report, sites=tuple(entries))
+    for site in done.values():
+        site.audit = report
+    return report
 
 
 def _restore(model: nn.Module) -> None:
@@ -131,7 +138,7 @@ def _restore(model: nn.Module) -> None:
         holder, key = holder_and_key[0]
         module = holder._modules[key]
         if isinstance(module, (FusedNormLinear, PackedSlice)):
-            stock = stock_module(module)
+            stock = module.stock
             stock.training = module.training
             sites[id(module.site)] = module.site
             _put(holder_and_key, stock)

@@ -78,9 +78,10 @@ def make_shadow(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
         if getattr(module, "gradient_checkpointing", False) is True:
             module.gradient_checkpointing = False
     config = getattr(double, "config", None)
-    if hasattr(config, "_attn_implementation"):
-        # Any attention will do for following norms; this one is torch operations only.
-        config._attn_implementation = "eager"
+    for choice in ("_attn_implementation", "_experts_implementation"):
+        # Any attention will do for following norms; the eager forms are torch operations only.
+        if hasattr(config, choice):
+            setattr(config, choice, "eager")
     return double.eval()
 
 
@@ -88,8 +89,9 @@ def run_once(
     shadow: nn.Module,
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
     visit_output: Callable[[Any], None],
+    decode: bool,
 ) -> None:
-    """Run the double over a few tokens and, where it returns a cache, over one token more.
+    """Run the double over a few tokens and, for ``decode``, with its cache over one token more.
 
     To be called under a fake tensor mode.
 
@@ -120,8 +122,10 @@ def run_once(
     result = shadow(**tokens, **options)
     visit_output(result)
     for name in ("cache", "past_key_values"):
-        cache = result.get(name) if isinstance(result, Mapping) else None
-        if cache is not None and name in takes:
+        if not decode or name not in takes or not isinstance(result, Mapping):
+            continue
+        cache = result.get(name)
+        if cache is not None:
             key = "decoder_input_ids" if "decoder_input_ids" in takes else "input_ids"
             tokens[key] = torch.zeros(_BATCH, 1, dtype=torch.long)
             visit_output(shadow(**tokens, **options, **{name: cache}))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,13 +29,14 @@ class Trace:
     """What was seen. ``linear_inputs``: the norms that feed each plain linear (None: other data).
 
     ``borrowed`` maps a linear or norm to a foreign module whose code reads its weight. ``failure``
-    says why the model could not be followed at all.
+    says why the model could not be followed at all. ``on_meta``: it has no weights in memory.
     """
 
     flows: dict[str, Flow]
     linear_inputs: dict[str, set[str | None]] = field(default_factory=dict)
     borrowed: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
+    on_meta: bool = False
 
 
 class ShapeMismatch(RuntimeError):
@@ -63,7 +65,10 @@ class Tracer:
         norms: Iterable[str],
         example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     ) -> None:
-        self.trace = Trace({name: Flow(name) for name in norms})
+        self.trace = Trace(
+            {name: Flow(name) for name in norms},
+            on_meta=all(parameter.is_meta for parameter in model.parameters()),
+        )
         self._example_inputs = example_inputs
         self._stack: list[str] = []
         self._packed: dict[str, int] = {}
@@ -128,6 +133,7 @@ class Tracer:
         follower = self._follower
         follower.tags.clear()
         with ExitStack() as stack:
+            stack.enter_context(_without_logging())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -136,7 +142,7 @@ class Tracer:
             stack.enter_context(torch.device("cpu"))
             stack.enter_context(self._fakes)
             stack.enter_context(follower)
-            run_once(self._shadow, self._example_inputs, self._returned)
+            run_once(self._shadow, self._example_inputs, self._returned, decode=not training)
         for tag in {id(tag): tag for _, tag in follower.tags.values()}.values():
             tag.flow.call_sets.add(frozenset(tag.consumers))
 
@@ -185,16 +191,17 @@ class Tracer:
         if type(module) is nn.Linear:
             sources = self.trace.linear_inputs.setdefault(name, set())
             sources.update([tag.flow.norm for tag in tags] or [None])
-            if tags:
-                return self._consume(name, forward, args, kwargs, tags[0])
-        elif tags and _acts_as_linear(module):
+            return self._linear(name, module, args, kwargs, tags)
+        if tags and _acts_as_linear(module):
             return self._wrapped_linear(name, module, args, kwargs, tags)
         try:
             output = forward(*args, **kwargs)
         except _DEPENDS_ON_DATA:
-            output = _like_first(args, kwargs)
-            if output is None:
+            first = _first(args, kwargs)
+            if first is None:
                 raise
+            with follower.looking_away():
+                output = first.new_empty(first.shape)
             for tag in tags:
                 tag.flow.obstruct(
                     f"its output goes into {self._follower.where()}, which depends on data"
@@ -217,9 +224,10 @@ class Tracer:
             tag.flow.obstruct(f"its output goes into another norm, {self._follower.where()}")
         if len(args) != 1 or kwargs:
             flow.obstruct("its forward is given more than one positional tensor")
-        output, kernels = self._quietly(forward, args, kwargs)
+        with follower.looking_away():
+            output = forward(*args, **kwargs)
         flow.calls += 1
-        flow.operations = max(flow.operations, kernels)
+        flow.operations = max(flow.operations, follower.kernels)
         if not isinstance(output, Tensor):
             flow.obstruct("its forward does not return one tensor")
         else:
@@ -228,35 +236,36 @@ class Tracer:
             follower.tag(output, Tag(flow))
         return output
 
-    def _consume(
-        self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, tag: Tag
-    ) -> Any:
-        if len(args) != 1 or kwargs or self._follower.tag_of(args[0]) is not tag:
-            tag.flow.obstruct(
-                f"{self._follower.where()} is not given its input as one positional argument"
-            )
-        tag.consumers.add(name)
-        tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
-        return self._quietly(forward, args, kwargs)[0]
+    def _linear(
+        self, name: str, module: nn.Linear, args: Any, kwargs: Any, tags: list[Tag]
+    ) -> Tensor:
+        for tag in tags:
+            if len(args) != 1 or kwargs or self._follower.tag_of(args[0]) is not tag:
+                tag.flow.obstruct(
+                    f"{self._follower.where()} is not given its input as one positional argument"
+                )
+            tag.consumers.add(name)
+            tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
+        # The shape is all that is wanted: much cheaper than the fake matmul.
+        return self._linear_output(module, args, kwargs)
 
     def _wrapped_linear(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, tags: list[Tag]
     ) -> Any:
+        where = self._follower.where()
         for tag in tags:
             tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
             tag.flow.obstruct(
-                f"{self._follower.where()} is not a plain torch.nn.Linear (quantized, LoRA or other wrapper)"
+                f"{where} is not a plain torch.nn.Linear (quantized, LoRA or another wrapper)"
             )
-        first = next(v for v in leaves((args, kwargs)) if isinstance(v, Tensor))
-        return first.new_empty((*first.shape[:-1], module.out_features))
+        return self._linear_output(module, args, kwargs)
 
-    def _quietly(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
-        follower = self._follower
-        follower.quiet, follower.kernels = 1, 0
-        try:
-            return forward(*args, **kwargs), follower.kernels
-        finally:
-            follower.quiet = 0
+    def _linear_output(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        with self._follower.looking_away():
+            x = _first(args, kwargs)
+            if x is None or x.shape[-1] != module.in_features:
+                raise ShapeMismatch(f"a linear of {module.in_features} columns got another size")
+            return x.new_empty((*x.shape[:-1], module.out_features))
 
     def _compare(self, name: str, output: Any) -> None:
         follower = self._follower
@@ -272,12 +281,22 @@ class Tracer:
             raise ShapeMismatch(f"{name}: stock {stock}, packed {shapes}")
 
 
+@contextmanager
+def _without_logging() -> Iterator[None]:
+    """Fake tensors log each failure with its traceback; here a failure is an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
 def _acts_as_linear(module: nn.Module) -> bool:
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     return all(isinstance(size, int) for size in sizes)
 
 
-def _like_first(args: Any, kwargs: Any) -> Tensor | None:
-    tensors = (v for v in leaves((args, kwargs)) if isinstance(v, Tensor) and v.is_floating_point())
-    first = next(tensors, None)
-    return None if first is None else first.new_empty(first.shape)
+def _first(args: Any, kwargs: Any) -> Tensor | None:
+    values = leaves((args, kwargs))
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
