@@ -17,6 +17,7 @@ from flashnorm_triton.models.report import AuditReport, SiteReport
 from flashnorm_triton.models.shadow import HOOK_TABLES
 from flashnorm_triton.models.trace import Packing, Trace, Tracer
 
+_REASONS = 2  # what is told of the obstacles to one norm
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -105,7 +106,7 @@ def _obstacle(
     if trace.failure is not None:
         return trace.failure
     if flow.obstacles:
-        return next(iter(flow.obstacles))
+        return "; ".join(list(flow.obstacles)[:_REASONS])
     if not flow.calls:
         return "not reached by the traced forward"
     if not flow.consumers:

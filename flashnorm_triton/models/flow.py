@@ -257,12 +257,11 @@ class Follower(TorchFunctionMode):
             return self._obstruct(func, args, kwargs, [tag])
         result = func(*plain_args, **plain_kwargs)
         if not isinstance(result, Tensor) or not _keeps_last_dim(func, args, kwargs, result):
-            tag.flow.obstruct(
-                f"{_name(func)} in {self.where()} changes its output's last dimension"
-            )
+            where = self.where()
+            tag.flow.obstruct(f"{_name(func)} in {where} depends on its output's last dimension")
         elif result.dtype != tensor.dtype:
             tag.flow.obstruct(f"its output is cast to {_short(result.dtype)} in {self.where()}")
-        else:
+        if isinstance(result, Tensor) and result.shape[-1:] == tensor.shape[-1:]:
             self.tag(result, tag)
         return result
 
@@ -302,7 +301,7 @@ def _keeps_last_dim(func: Any, args: tuple[Any, ...], kwargs: dict, result: Tens
         answer = func(*swapped_args, **swapped_kwargs)
     except (RuntimeError, IndexError):
         return False
-    return result.shape[-1:] == tensor.shape[-1:] and answer.shape == (*result.shape[:-1], longer)
+    return answer.shape == (*result.shape[:-1], longer)
 
 
 def _is_new(result: Any, args: tuple[Any, ...]) -> int:

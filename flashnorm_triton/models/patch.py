@@ -71,8 +71,8 @@ def patch(
     parameters = list(model.parameters())
     if parameters and all(parameter.is_meta for parameter in parameters):
         raise ValueError(
-            f"{type(model).__name__} is on the meta device, so there are no weights to fold: load "
-            "it first (from_pretrained, or to_empty and load_state_dict); audit(model) works as is"
+            f"{type(model).__name__} is on the meta device (not loaded, or offloaded), so there are "
+            "no weights to fold: load it onto a device first; audit(model) works as it is"
         )
     report = audit(model, example_inputs=example_inputs)
     sites = sites_of(model)

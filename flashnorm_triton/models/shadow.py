@@ -107,7 +107,7 @@ def run_once(
         is_mapping = isinstance(faked, Mapping)
         visit_output(shadow(**faked) if is_mapping else shadow(*faked))
         return
-    takes = _parameters_of(type(shadow).forward)
+    takes = _accepted_arguments(shadow)
     if "input_ids" not in takes:
         raise TypeError(
             f"{type(shadow).__name__}.forward takes no input_ids: pass example_inputs=, a dict of "
@@ -132,5 +132,12 @@ def run_once(
             return
 
 
-def _parameters_of(forward: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(forward).parameters)
+def _accepted_arguments(shadow: nn.Module) -> set[str]:
+    """The names that the model's forward takes; a wrapper's, also those of what it wraps."""
+    takes = set(inspect.signature(type(shadow).forward).parameters)
+    if "input_ids" not in takes and "kwargs" in takes:
+        for module in shadow.modules():
+            inner = set(inspect.signature(type(module).forward).parameters)
+            if "input_ids" in inner:
+                return takes | inner
+    return takes

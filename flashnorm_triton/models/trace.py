@@ -252,11 +252,11 @@ class Tracer:
     def _wrapped_linear(
         self, name: str, module: nn.Module, args: Any, kwargs: Any, tags: list[Tag]
     ) -> Any:
-        where = self._follower.where()
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
         for tag in tags:
             tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
             tag.flow.obstruct(
-                f"{where} is not a plain torch.nn.Linear (quantized, LoRA or another wrapper)"
+                f"{name} is a {kind} (quantized, LoRA or another wrapper), not a torch.nn.Linear"
             )
         return self._linear_output(module, args, kwargs)
 

@@ -1,0 +1,295 @@
+"""Sites that must be left alone, each with its reason: wrappers, hooks, sharing, odd data flow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_models import tiny_model, token_ids
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import flashnorm_triton as fn
+from flashnorm_triton.models import SiteReport, audit
+
+NORM = "model.layers.0.input_layernorm"
+
+
+def _first(model: nn.Module) -> SiteReport:
+    return next(site for site in audit(model).sites if site.norm == NORM)
+
+
+class LoraLinear(nn.Module):
+    """A wrapper as PEFT's: the plain linear inside, a low-rank path beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.lora_a = nn.Linear(base.in_features, 4, bias=False)
+        self.lora_b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_b(self.lora_a(x))
+
+
+class QuantLinear(nn.Linear):
+    """A stand-in for an 8-bit linear: integer weight, its own forward."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(base.in_features, base.out_features, bias=False)
+        self.scale = float(base.weight.detach().abs().max()) / 127
+        weight = (base.weight / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+class SubclassTensor(Tensor):
+    """A stand-in for a quantized or sharded weight under a plain nn.Linear."""
+
+
+def _wrap(kind: type) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        attention = model.model.layers[0].self_attn
+        attention.k_proj = kind(attention.k_proj)
+
+    return change
+
+
+def _subclass_weight(model: nn.Module) -> None:
+    linear = model.model.layers[0].self_attn.k_proj
+    weight = linear.weight.detach().as_subclass(SubclassTensor)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def _hook(path: str) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        model.get_submodule(path).register_forward_hook(lambda *_: None)
+
+    return change
+
+
+def _tie(model: nn.Module) -> None:
+    first, second = model.model.layers
+    second.self_attn.k_proj.weight = first.self_attn.k_proj.weight
+
+
+def _parametrize(model: nn.Module) -> None:
+    linear = model.model.layers[0].self_attn.q_proj
+    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
+
+
+def _offload(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.q_proj._hf_hook = object()
+
+
+def _half_loaded(model: nn.Module) -> None:
+    layer = model.model.layers[0]
+    for module in (layer.input_layernorm, *[getattr(layer.self_attn, f"{p}_proj") for p in "qkv"]):
+        module.to("meta")
+
+
+def _replace_forward(model: nn.Module) -> None:
+    layer = model.model.layers[0]
+    layer.forward = type(layer).forward.__get__(layer)
+
+
+def _mixed(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.k_proj.double()
+
+
+def _wide_gain(model: nn.Module) -> None:
+    model.model.layers[0].input_layernorm.double()
+
+
+def _zero_eps(model: nn.Module) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.0
+
+
+REFUSALS = {
+    "lora": (_wrap(LoraLinear), "LoraLinear (quantized, LoRA or another wrapper)"),
+    "quantized": (_wrap(QuantLinear), "QuantLinear (quantized, LoRA or another wrapper)"),
+    "subclass": (_subclass_weight, "k_proj.weight is a SubclassTensor (quantized or sharded)"),
+    "norm hook": (_hook(NORM), "has a hook"),
+    "linear hook": (_hook("model.layers.0.self_attn.v_proj"), "v_proj has a hook"),
+    "hook between": (_hook("model.layers.0.self_attn"), "self_attn has a hook"),
+    "tied": (_tie, "k_proj shares a parameter with model.layers.1.self_attn.k_proj"),
+    "parametrized": (_parametrize, "ParametrizedLinear (quantized"),
+    "accelerate": (_offload, "accelerate manages model.layers.0.self_attn.q_proj"),
+    "on meta": (_half_loaded, "not in memory (meta device)"),
+    "forward replaced": (_replace_forward, "forward of model.layers.0 was replaced"),
+    "mixed dtypes": (_mixed, "k_proj.weight float64"),
+    "wide gain": (_wide_gain, "it turns torch.float32 into torch.float64"),
+    "eps": (_zero_eps, "eps is 0.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_site_is_left_alone_with_the_reason(case: str) -> None:
+    change, reason = REFUSALS[case]
+    model = tiny_model("llama")
+    change(model)
+    site = _first(model)
+    assert site.decision == "keep" and reason in site.reason
+    norm = model.get_submodule(NORM)
+    ids = token_ids()
+    expected = None
+    if case not in ("on meta", "mixed dtypes", "wide gain"):
+        expected = model(ids).logits
+    handle = fn.patch(model)
+    assert model.get_submodule(NORM) is norm
+    others = 2 if case in ("tied", "forward replaced") else 3
+    assert len(handle.report.fused) == others, handle.report.to_json()
+    if expected is not None:
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    handle.revert()
+    if expected is not None:
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_capture_hooks_of_transformers_do_not_count() -> None:
+    model = tiny_model("llama")
+    model(token_ids(), output_attentions=True, output_hidden_states=True)
+    assert any(m._forward_hooks for m in model.modules())
+    assert _first(model).decision == "fuse"
+
+
+class Block(nn.Module):
+    """One pre-norm block; ``variant`` is what the forward does with the normed tensor."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.variant = variant
+        self.norm = nn.RMSNorm(24, eps=1e-5)
+        self.up, self.gate = nn.Linear(24, 40), nn.Linear(24, 40)
+        self.down = nn.Linear(40, 24)
+
+    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        residual, y = x, self.norm(x)
+        match self.variant:
+            case "residual":
+                residual = y
+            case "size":
+                residual = residual * y.shape[-1] ** -0.5
+            case "size into op":
+                residual = residual + torch.arange(y.shape[-1])
+            case "heads":
+                y = y.view(*y.shape[:-1], 3, 8).flatten(-2)
+            case "literal":
+                y = y.reshape(-1, 24).view(x.shape)
+            case "part":
+                y = torch.cat([y[..., :12], y[..., 12:]], -1)
+            case "cast":
+                y = y.double().float()
+            case "dropout":
+                y = F.dropout(y, 0.1, self.training)
+            case "jitter" if self.training:
+                y *= torch.empty_like(y).uniform_(0.9, 1.1)
+            case "second input":
+                residual = residual + self.down(self.up(x))
+            case "weight borrowed":
+                residual = residual + self.down(F.linear(x, self.up.weight))
+            case "conditional":
+                residual = residual + self.down(self.up(self.norm(x)))
+            case "rows":
+                y = y.reshape(-1, y.shape[-1])[:, None].squeeze(1).view(*x.shape[:-1], -1)
+        up, gate = self.up(y), self.gate(y)
+        if self.variant == "strided":
+            up = up.view(up.shape[0], -1).view(*x.shape[:-1], -1)
+        out = residual + self.down(F.silu(gate) * up)
+        return {"out": out, "normed": y} if self.variant == "returned" else out
+
+
+VARIANTS = {
+    "residual": "read by add",
+    "size": "the size of its output's last dimension is computed with",
+    "size into op": "the size of its output's last dimension goes into arange",
+    "heads": "view in Block depends on its output's last dimension",
+    "literal": "reshape in Block depends on its output's last dimension",
+    "part": "getitem in Block depends on its output's last dimension",
+    "cast": "cast to float64",
+    "dropout": "read by dropout",
+    "jitter": "read by mul in Block",
+    "second input": "up also reads something other than this norm's output",
+    "weight borrowed": "the weight of up is also used by the code of Block",
+    "conditional": "does not go to the same linears at every call",
+    "strided": "with packed outputs the model fails or returns other shapes",
+    "returned": "also returned as normed by Block",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_data_flow_that_packing_would_break(variant: str) -> None:
+    block, inputs = Block(variant).eval(), (torch.randn(2, 5, 24),)
+    (site,) = audit(block, example_inputs=inputs).sites
+    assert site.decision == "keep" and VARIANTS[variant] in site.reason, site.reason
+    with pytest.warns(UserWarning, match="nothing to patch in Block"):
+        fn.patch(block, example_inputs=inputs)
+
+
+@pytest.mark.parametrize("variant", ["plain", "rows"])
+def test_data_flow_that_is_harmless(variant: str) -> None:
+    block, inputs = Block(variant).eval(), (torch.randn(2, 5, 24),)
+    nn.init.uniform_(block.norm.weight, 0.3, 1.7)
+    expected = block(*inputs)
+    handle = fn.patch(block, example_inputs=inputs)
+    assert len(handle.report.fused) == 1
+    torch.testing.assert_close(block(*inputs), expected)
+    named = fn.audit(copy.deepcopy(Block(variant)), example_inputs={"x": inputs[0]})
+    assert len(named.fused) == 1
+
+
+def test_model_that_cannot_be_run_says_so() -> None:
+    block = Block("plain")
+    (site,) = audit(block).sites
+    assert "takes no input_ids: pass example_inputs=" in site.reason
+    with pytest.warns(UserWarning, match="pass example_inputs="):
+        assert fn.patch(block).changed is False
+
+
+def test_nothing_to_patch() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="nothing to patch in Sequential: it has no norms"):
+        handle = fn.patch(plain, example_inputs=(torch.randn(2, 4),))
+    handle.revert()
+    assert handle.changed is False and type(plain[0]) is nn.Linear
+    model = tiny_model("olmo2")
+    with pytest.warns(UserWarning, match="nothing to patch in Olmo2ForCausalLM: .*last dimension"):
+        fn.patch(model)
+
+
+def test_meta_model_is_refused_before_anything_happens() -> None:
+    with torch.device("meta"):
+        model = tiny_model("llama")
+    before = dict(model.named_modules())
+    with pytest.raises(
+        ValueError, match="LlamaForCausalLM is on the meta device .*load it onto a device"
+    ):
+        fn.patch(model)
+    assert dict(model.named_modules()) == before
+    assert len(audit(model).fused) == 4
+
+
+def test_peft_lora() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = tiny_model("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"], r=4))
+    site = next(s for s in audit(adapted).sites if s.norm.endswith(NORM))
+    assert site.decision == "keep" and "is a peft.tuners.lora.layer.Linear" in site.reason
+
+
+def test_accelerate_offload() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = tiny_model("llama")
+    expected = model(token_ids()).logits
+    accelerate.cpu_offload(model.model.layers[0], execution_device=torch.device("cpu"))
+    handle = fn.patch(model)
+    assert "accelerate manages" in _first(model).reason and len(handle.report.fused) == 2
+    torch.testing.assert_close(model(token_ids()).logits, expected)
+    whole = accelerate.cpu_offload(tiny_model("llama"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="meta device .not loaded, or offloaded"):
+        fn.patch(whole)
