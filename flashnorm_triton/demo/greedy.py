@@ -109,6 +109,12 @@ def first_difference(a: Tensor, b: Tensor) -> int | None:
     return int(differs[0]) if len(differs) else None
 
 
+def equality_note(first: int | None, count: int) -> Check:
+    """Where the texts of stock and patched part; told, not judged (see above)."""
+    value = f"all {count}" if first is None else f"first {first}"
+    return Check("greedy tokens equal to stock's", value, "told only", True)
+
+
 def choice_checks(stock: Choices, patched: Choices, rounding: float) -> list[Check]:
     """``rounding``: the stock model's own largest logit error against float64.
 

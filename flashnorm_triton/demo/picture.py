@@ -83,7 +83,7 @@ def _draw_rates(axes, rates: dict[str, list[float]], launches: dict[str, int]) -
         )
     axes.set_xticks(range(len(rates)), rates)
     axes.set_ylim(0, 1.22 * max(max(v) for v in rates.values()))
-    axes.set(title="Eager generate, batch 1", ylabel="tokens a second")
+    axes.set(title="Eager generate, one text", ylabel="tokens a second")
 
 
 def _draw_gains(axes, gains: dict[str, Tensor]) -> None:
@@ -114,4 +114,5 @@ def _draw_gains(axes, gains: dict[str, Tensor]) -> None:
         xlabel="layer (a: attention norm, m: MLP norm)",
         ylabel="gain",
     )
-    axes.legend(loc="upper right", markerscale=3, ncols=3)
+    axes.set_ylim(top=1.15 * axes.get_ylim()[1])
+    axes.legend(loc="upper left", markerscale=3, ncols=3)
