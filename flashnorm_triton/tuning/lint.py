@@ -190,9 +190,7 @@ class _Run:
         if op.name in ("scf.for", "scf.while"):
             self.loops += 1
             states = (self.for_loop if op.name == "scf.for" else self.while_loop)(op, states)
-            self.loops -= 1
-            for result in op.results:
-                self.put(result, None)  # the number of trips is not known
+            self.loops -= 1  # its results stay unknown: nobody knows the number of trips
         elif op.name == "scf.if":
             states = self.branch(op, states)
         elif op.name == "ttg.warp_specialize":
@@ -201,7 +199,7 @@ class _Run:
             states = self.dot(op, states)
         elif op.name == WAIT:
             states = self.wait(op, states)
-        elif op.name in ("tt.return", "tt.call", "ttg.warp_return"):
+        elif op.name == "tt.call":
             self.unwaited(op, states)
         elif op.name == "ttng.arrive_barrier":
             self.arrive(op, states)
@@ -258,7 +256,8 @@ class _Run:
         default, *workers = op.regions
         for worker in workers:
             self.bind(worker.args, op.operands)
-            self.region(worker, {()})  # its own warps: nothing in flight when they start
+            # Warps of its own: nothing is in flight when they start, nor may be when they end.
+            self.unwaited(op, self.region(worker, {()}))
         return self.region(default, states)
 
     # wgmma
@@ -379,8 +378,6 @@ class _Run:
             index = index if isinstance(index, int) else None
             slot = _Slot(base.alloc, (*base.path, index)) if isinstance(base, _Slot) else None
             self.put(op.results[0], slot)
-        elif op.name == WAIT:
-            self.bind(op.results, op.operands)
         elif op.name == "arith.select":
             condition, yes, no = contents
             chosen = {1: yes, 0: no}.get(condition, yes if yes == no else None)
@@ -418,7 +415,7 @@ def check(ttgir: str, ptx: str | None = None) -> tuple[Finding, ...]:
                 int(n) for op in ops if op.name == WAIT for n in _PENDINGS.findall(op.text)
             }
             findings += _Run(function).findings.values()
-    except (ValueError, IndexError) as error:
+    except (ValueError, LookupError) as error:
         findings.append(Finding("unreadable", "?", 0, str(error)))
     else:
         if ptx is not None and (why := _against_ptx(dots, pendings, ptx)):

@@ -221,13 +221,7 @@ def integer_result(op: Op, operands: list[int | None]) -> int | None:
         if not literal:
             return None
         return {"true": 1, "false": 0}.get(literal[1]) if literal[1].isalpha() else int(literal[1])
-    if any(v is None for v in operands) or "tensor<" in op.text:
-        return None
-    if op.name in ("arith.extui", "arith.trunci", "arith.index_cast"):
-        return operands[0]
-    if op.name == "arith.extsi":
-        return None if " i1 " in op.text else operands[0]
-    if len(operands) != 2:
+    if any(v is None for v in operands) or len(operands) != 2:
         return None
     a, b = operands
     if op.name == "arith.cmpi":
