@@ -1,9 +1,7 @@
-"""From a plan to a running kernel: arguments, grids, compiled-kernel caching, compile units.
+"""From a plan to a running kernel: arguments, grids and launches; one class a kernel family.
 
-One class a kernel family. An instance is one problem made ready: its kernel is compiled at the
-first call and launched directly afterwards, without Triton's argument binding, which costs more
-host time than a decode step's kernels take on the GPU. The owner of an instance (ops.py) keeps one
-per set of shapes, dtypes and pointer alignments, since a compiled kernel holds for those alone.
+An instance is one problem made ready. Calling it with (rows, weight, eps, bias, gain) allocates the
+output and launches.
 """
 
 from __future__ import annotations
@@ -15,10 +13,9 @@ import torch
 from torch import Tensor
 
 from flashnorm_triton.compile_unit import TARGETS, CompileUnit
-from flashnorm_triton.plans import Plan, Problem, shipped_plans
+from flashnorm_triton.compiled import TRITON_DTYPE, Kernel
+from flashnorm_triton.plans import Plan, Problem, other_plans, shipped_plans
 from flashnorm_triton.runtime import device_facts, interpreting
-
-_TRITON_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -32,88 +29,6 @@ class Rows(NamedTuple):
     m: int
     stride: int
     lead: tuple[int, ...]
-
-
-class Kernel:
-    """One @triton.jit function with its compile-time arguments and launch options fixed.
-
-    Every kernel of this package takes its run-time arguments first, then its constexprs.
-    """
-
-    def __init__(
-        self,
-        fn: Any,
-        constants: dict[str, Any],
-        descriptors: dict[str, str] | None = None,
-        **options: int,
-    ) -> None:
-        self.fn = fn
-        self.constants = constants
-        self.descriptors = descriptors or {}
-        self.options = options
-        self._values = tuple(constants.values())
-        self._run: Any = None
-
-    def __call__(self, grid: tuple[int, int, int], device: int, *args: Any) -> None:
-        """Launch on the current stream of CUDA device ``device``, which must be current."""
-        if self._run is None:
-            if interpreting():
-                self.fn[grid](*args, **self.constants)
-                return
-            self._compile(grid, args)
-        if self._hooks.calls:
-            # A profiler listens to Triton's launches: go the way that tells it about them.
-            self.fn[grid](*args, **self.constants, **self.options)
-            return
-        stream = self._stream_of(device)
-        self._run(
-            *grid, stream, self._function, self._packed, None, None, None, *args, *self._values
-        )
-
-    def _compile(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
-        from triton import knobs
-        from triton.runtime import driver
-
-        compiled = self.fn.warmup(*args, grid=grid, **self.constants, **self.options)
-        if hasattr(compiled, "result"):
-            compiled = compiled.result()
-        self._hooks = knobs.runtime.launch_enter_hook
-        self._stream_of = driver.active.get_current_stream
-        self._packed = compiled.packed_metadata
-        self._run = compiled.run
-        self._function = compiled.function
-
-    def unit(self, name: str, dtype: str, targets: tuple[str, ...] = TARGETS) -> CompileUnit:
-        """The same kernel described for a compile without a GPU; pointers count as aligned.
-
-        A pointer that these constants switch off is passed as None at run time, which Triton
-        compiles as a constexpr.
-        """
-        element = _TRITON_DTYPE[dtype]
-        absent = {
-            "bias_ptr": not self.constants.get("HAS_BIAS"),
-            "gain_ptr": not self.constants.get("HAS_GAIN"),
-            "s_ptr": self.constants.get("SQUARES", "given") != "given",
-        }
-        signature, constants = {}, dict(self.constants)
-        for argument in self.fn.arg_names:
-            if argument in constants:
-                kind = "constexpr"
-            elif absent.get(argument):
-                kind, constants[argument] = "constexpr", None
-            elif argument.endswith("_desc"):
-                kind = self.descriptors[argument].format(element)
-            elif argument.endswith("_ptr"):
-                kind = "*fp32" if argument == "s_ptr" else f"*{element}"
-            else:
-                kind = "fp32" if argument == "eps" else "i32"
-            signature[argument] = kind
-        aligned = tuple(i for i, kind in enumerate(signature.values()) if kind.startswith("*"))
-        options = {key: value for key, value in self.options.items() if key != "maxnreg"}
-        gluon = self.fn.is_gluon()
-        return CompileUnit(
-            name, self.fn, signature, constants, aligned, gluon=gluon, targets=targets, **options
-        )
 
 
 class Gemv:
@@ -298,19 +213,42 @@ class ScaledGemm:
         return y
 
 
-class HopperSwap:
-    """single_pass, form "hopper_swap": needs compute capability 9.0, TMA and Gluon."""
+class _GluonFamily:
+    """What the Gluon kernels share: x and weight as TMA descriptors with an explicit layout."""
 
     targets = ("sm90",)
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
-        from flashnorm_triton.kernels.hopper_swap import norm_swap_kernel
-
         _check_descriptors(plan, problem)
         self.plan, self.problem, self.stride_wn = plan, problem, stride_wn
         self.blocks_n = cdiv(problem.n, plan.block_n)
         self.x_layout = shared_layout(plan.block_m, plan.block_k, problem.dtype)
         self.w_layout = shared_layout(plan.block_n, plan.block_k, problem.dtype)
+        self.descriptor_types = {
+            "x_desc": f"tensordesc<{{}}[{plan.block_m}, {plan.block_k}],{self.x_layout!r}>",
+            "w_desc": f"tensordesc<{{}}[{plan.block_n}, {plan.block_k}],{self.w_layout!r}>",
+        }
+
+    def descriptors(self, rows: Rows, w: Tensor) -> tuple[Any, Any]:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        n, k = self.problem.n, self.problem.k
+        x_block = [self.plan.block_m, self.plan.block_k]
+        w_block = [self.plan.block_n, self.plan.block_k]
+        return (
+            TensorDescriptor(rows.x, [rows.m, k], [rows.stride, 1], x_block, self.x_layout),
+            TensorDescriptor(w, [n, k], [self.stride_wn, 1], w_block, self.w_layout),
+        )
+
+
+class HopperSwap(_GluonFamily):
+    """single_pass, form "hopper_swap": needs compute capability 9.0, TMA and Gluon."""
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        from flashnorm_triton.kernels.hopper_swap import norm_swap_kernel
+
+        super().__init__(plan, problem, stride_wn)
+        cap = {"maxnreg": plan.max_registers} if plan.max_registers else {}
         self.kernel = Kernel(
             norm_swap_kernel,
             {
@@ -318,13 +256,53 @@ class HopperSwap:
                 "K": problem.k,
                 "STAGES": plan.num_stages,
                 "HAS_BIAS": problem.has_bias,
+                "IN_FLIGHT": plan.in_flight,
             },
-            {
-                "x_desc": f"tensordesc<{{}}[{plan.block_m}, {plan.block_k}],{self.x_layout!r}>",
-                "w_desc": f"tensordesc<{{}}[{plan.block_n}, {plan.block_k}],{self.w_layout!r}>",
-            },
+            self.descriptor_types,
             num_warps=plan.num_warps,
-            **({"maxnreg": plan.max_registers} if plan.max_registers else {}),
+            **cap,
+        )
+
+    def __call__(
+        self, rows: Rows, w: Tensor, eps: float, bias: Tensor | None, gain: Tensor | None
+    ) -> Tensor:
+        x, m, _, lead = rows
+        y = x.new_empty((*lead, w.shape[0]))
+        grid = (self.blocks_n, cdiv(m, self.plan.block_m), 1)
+        self.kernel(grid, x.get_device(), *self.descriptors(rows, w), bias, y, m, eps)
+        return y
+
+
+class HopperRows(_GluonFamily):
+    """Form "hopper_rows": single_pass, or stats_then_gemm when the plan's squares are "given".
+
+    Needs what HopperSwap needs, and an output that TMA can write: N a multiple of 8.
+    """
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        from flashnorm_triton.kernels.hopper_rows import norm_rows_kernel
+
+        super().__init__(plan, problem, stride_wn)
+        if problem.n % 8:
+            raise ValueError(
+                f"plan {plan.form!r} writes y by TMA and needs N a multiple of 8, not {problem.n}: "
+                "use another plan"
+            )
+        self.stats = RowStats(problem) if plan.squares == "given" else None
+        self.y_layout = shared_layout(64, plan.block_n, problem.dtype)
+        y_type = f"tensordesc<{{}}[64, {plan.block_n}],{self.y_layout!r}>"
+        self.kernel = Kernel(
+            norm_rows_kernel,
+            {
+                "N": problem.n,
+                "K": problem.k,
+                "STAGES": plan.num_stages,
+                "GROUP_M": plan.group_m,
+                "SQUARES": plan.squares,
+                "HAS_BIAS": problem.has_bias,
+            },
+            {**self.descriptor_types, "y_desc": y_type},
+            num_warps=plan.num_warps,
         )
 
     def __call__(
@@ -332,21 +310,14 @@ class HopperSwap:
     ) -> Tensor:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        x, m, stride, lead = rows
-        y = x.new_empty((*lead, w.shape[0]))
-        plan, problem = self.plan, self.problem
-        x_desc = TensorDescriptor(
-            x, [m, problem.k], [stride, 1], [plan.block_m, plan.block_k], self.x_layout
-        )
-        w_desc = TensorDescriptor(
-            w,
-            [problem.n, problem.k],
-            [self.stride_wn, 1],
-            [plan.block_n, plan.block_k],
-            self.w_layout,
-        )
-        grid = (self.blocks_n, cdiv(m, plan.block_m), 1)
-        self.kernel(grid, x.get_device(), x_desc, w_desc, bias, y, m, eps)
+        x, m, _, lead = rows
+        n = self.problem.n
+        y = x.new_empty((*lead, n))
+        s = self.stats(rows, eps) if self.stats else None
+        y_desc = TensorDescriptor(y, [m, n], [n, 1], [64, self.plan.block_n], self.y_layout)
+        tiles = cdiv(m, self.plan.block_m) * self.blocks_n
+        grid = (min(tiles, device_facts(x.get_device()).sm_count), 1, 1)
+        self.kernel(grid, x.get_device(), *self.descriptors(rows, w), y_desc, bias, s, m, eps)
         return y
 
 
@@ -374,19 +345,24 @@ def unit_name(plan: Plan, problem: Problem) -> str:
     """A readable name for one compiled configuration."""
     flags = ("-bias" if problem.has_bias else "") + ("-gain" if problem.has_gain else "")
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
-    own = f"-{plan.squares}" if plan.form == "tiles" else ""
+    own = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
     tuned = f"w{plan.num_warps}s{plan.num_stages}"
+    if plan.form == "hopper_swap":
+        tuned += f"r{plan.max_registers}f{plan.in_flight}"
     return f"{plan.form}{own}-{blocks}-{tuned}-{problem.dtype}-{problem.k}to{problem.n}{flags}"
 
 
 def compile_units() -> Iterator[CompileUnit]:
     """Every kernel that can be launched, in every configuration of the shipped plans."""
     for k, has_gain in ((576, False), (4096, True), (16384, False)):
-        for dtype in _TRITON_DTYPE:
+        for dtype in TRITON_DTYPE:
             yield RmsNorm(k, has_gain).kernel.unit(f"rms_norm-{dtype}-{k}", dtype)
     stats = Problem("bfloat16", 4096, 4096, 4096)
     yield RowStats(stats).kernel.unit("row_rstd-bfloat16-4096", "bfloat16")
-    for problem, plan in shipped_plans():
+    others = [
+        (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
+    ]
+    for problem, plan in [*shipped_plans(), *others]:
         family = FAMILIES[plan.form](plan, problem, problem.k)
         if not isinstance(family, Unfused):
             name = unit_name(plan, problem)
@@ -398,5 +374,6 @@ FAMILIES: dict[str, Any] = {
     "tiles": Tiles,
     "scaled_gemm": ScaledGemm,
     "hopper_swap": HopperSwap,
+    "hopper_rows": HopperRows,
     "library": Unfused,
 }

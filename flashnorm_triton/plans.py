@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 STRATEGIES = ("single_pass", "stats_then_gemm", "unfused", "torch")
-FORMS = ("gemv", "tiles", "hopper_swap", "scaled_gemm", "library", "reference")
+FORMS = (
+    "gemv", "tiles", "hopper_swap", "hopper_rows", "scaled_gemm", "library", "reference",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,14 @@ class Plan:
     """How one norm_linear problem is run.
 
     ``strategy`` is what is done (docs: DESIGN, "Strategies and plans"), ``form`` the kernel family
-    that does it: "gemv", "tiles", "hopper_swap" (single pass), "tiles" or "scaled_gemm"
-    (stats_then_gemm), "library" (unfused: the norm kernel, then the library's matmul), "reference"
-    (plain torch). Blocks count elements: ``block_m`` rows of x, ``block_n`` output features,
-    ``block_k`` hidden features a step. ``squares`` says how the tiles get x for the sum of
-    squares: "own", "shared" or "given" (kernels/tiles.py). ``max_registers`` caps the registers of
-    a thread (0: no cap); half the register file lets two programs share a multiprocessor.
+    that does it: "gemv", "tiles", "hopper_swap", "hopper_rows" (single pass), "tiles",
+    "hopper_rows" or "scaled_gemm" (stats_then_gemm), "library" (unfused: the norm kernel, then the
+    library's matmul), "reference" (plain torch). Blocks count elements: ``block_m`` rows of x,
+    ``block_n`` output features, ``block_k`` hidden features a step. ``squares`` says how the tiles
+    get the sum of squares: "own", "shared" or "given" (kernels/tiles.py). ``max_registers`` caps
+    the registers of a thread (0: no cap); half of the register file lets two programs share a
+    multiprocessor. ``in_flight`` is how many matrix instructions hopper_swap leaves running when
+    it gives a slot back: 0 or 1.
     """
 
     strategy: str
@@ -36,18 +40,19 @@ class Plan:
     group_m: int = 8
     squares: str = "shared"
     max_registers: int = 0
+    in_flight: int = 0
 
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON-ready fields, without those that its form does not read."""
         fields = asdict(self)
         if self.form in ("library", "reference"):
             return {key: fields[key] for key in ("strategy", "form")}
-        if self.form != "tiles":
+        if self.form not in ("tiles", "hopper_rows"):
             del fields["squares"]
-        if self.form not in ("tiles", "scaled_gemm"):
+        if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
             del fields["group_m"]
         if self.form != "hopper_swap":
-            del fields["max_registers"]
+            del fields["max_registers"], fields["in_flight"]
         return fields
 
 
@@ -96,12 +101,22 @@ def _gemv(rows: int, block_n: int, block_k: int, num_warps: int, num_stages: int
 
 
 def _swap(
-    block_m: int, block_n: int, block_k: int, num_stages: int, max_registers: int = 0
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    num_stages: int,
+    max_registers: int = 0,
+    in_flight: int = 0,
 ) -> Plan:
     return Plan(
         "single_pass", "hopper_swap", block_m, block_n, block_k, 4, num_stages,
-        max_registers=max_registers,
+        max_registers=max_registers, in_flight=in_flight,
     )  # fmt: skip
+
+
+def _rows(squares: str, block_n: int, num_stages: int) -> Plan:
+    strategy = "single_pass" if squares == "own" else "stats_then_gemm"
+    return Plan(strategy, "hopper_rows", 128, block_n, 64, 4, num_stages, squares=squares)
 
 
 def choose(problem: Problem, device: Device) -> Plan:
@@ -122,7 +137,9 @@ def choose(problem: Problem, device: Device) -> Plan:
             return plan
     half = problem.dtype in ("bfloat16", "float16")
     if half and device.gluon and problem.tma and not problem.has_gain:
-        return _hopper(problem, rows, device.sm_count)
+        plan = _hopper(problem, rows, device.sm_count)
+        # The row tiles write y by TMA: 16-byte rows.
+        return UNFUSED if plan.form == "hopper_rows" and problem.n % 8 else plan
     # x * gain in fp16 before the division could overflow, so fp16 keeps gains out of the tiles.
     safe_gain = not problem.has_gain or problem.dtype == "bfloat16"
     if half and safe_gain and rows <= 8 and problem.k <= 1024:
@@ -142,44 +159,65 @@ def _few_rows(problem: Problem, rows: int) -> Plan | None:
 
 
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
-    """Plans where Gluon drives Hopper's copy engine: swapped tiles, then the persistent GEMM.
+    """Plans where Gluon drives Hopper's copy engine: swapped tiles, then row tiles.
 
-    ``narrow`` layers have fewer than 64-feature tiles for every multiprocessor and take deep K
-    steps; ``wide`` layers have a 128-feature tile for nearly every one.
+    ``narrow`` layers have a 64-feature tile for less than half of the multiprocessors, ``wide``
+    ones a 128-feature tile for most of them, ``crowded`` ones more of those than multiprocessors.
+    ``shallow`` layers end before a ring of tiles has filled.
     """
-    n, k = problem.n, problem.k
-    wide = n > 96 * sm_count
+    n = problem.n
     narrow = n <= 32 * sm_count
+    wide = n > 96 * sm_count
     crowded = n > 128 * sm_count
-    if rows == 4 and k <= 1024:
+    shallow = problem.k <= 1024
+    if rows == 4 and shallow:
         return _gemv(4, 2, 256, 1)
     if rows <= 16:
         if wide:
-            return _swap(16, 128, 64, 4, 128) if crowded else _swap(16, 128, 128, 3)
-        return _swap(16, 64, 128, 4) if k <= 1024 else _swap(16, 64, 256, 4 if narrow else 3)
+            return _swap(16, 64, 128, 3, max_registers=128)
+        return _swap(16, 64, 128, 6, in_flight=1) if shallow else _swap(16, 64, 256, 3 + narrow)
     if rows == 32:
         if wide:
-            return _swap(32, 64, 128, 3, 128)
-        return _swap(16, 64, 128, 4) if k <= 1024 else _swap(32, 64, 256, 4 if narrow else 3)
+            return _swap(32, 64, 128, 3, max_registers=128)
+        return _swap(16, 64, 128, 6, in_flight=1) if shallow else _swap(32, 64, 256, 3 + narrow)
     if rows == 64:
         if wide:
             return _swap(64, 128, 128, 3)
-        if narrow:
-            return _swap(32, 64, 128, 4) if k <= 1024 else _swap(32, 64, 256, 3)
-        return _swap(64, 64, 128, 6)
-    if rows == 128:
-        if crowded:
-            return _scaled_gemm(4)
-        if wide:
-            return _swap(128, 128, 64, 6)
-        return _swap(64, 64, 128, 3) if narrow and k <= 1024 else UNFUSED
-    if rows >= 4096 or (rows >= 1024 and wide):
-        return _scaled_gemm(3 if k <= 1024 else 4)
+        return _swap(32 if narrow else 64, 64, 128, 6, in_flight=1)
+    if rows <= 1024:
+        return _hundreds_of_rows(problem, rows, sm_count, narrow, wide, crowded, shallow)
+    if wide:
+        return UNFUSED if crowded and rows == 2048 else _rows("given", 128, 5)
+    if rows == 2048 and narrow:
+        return _rows("own", 128, 4) if shallow else _rows("given", 128, 5)
+    return _rows("own", 256, 3)
+
+
+def _hundreds_of_rows(
+    problem: Problem,
+    rows: int,
+    sm_count: int,
+    narrow: bool,
+    wide: bool,
+    crowded: bool,
+    shallow: bool,
+) -> Plan:
+    """128 to 1024 rows: fused where one round of tiles covers the work, else unfused."""
+    if rows == 128 and wide:
+        return _rows("own", 128, 5) if crowded else _swap(128, 128, 64, 6, in_flight=1)
+    if rows == 1024 and wide and not crowded:
+        return _rows("given", 128, 5)
+    if narrow and (shallow or rows == 128):
+        tiles = (rows // 64) * -(-problem.n // 64)
+        if tiles <= sm_count:
+            return _swap(64, 64, 128, 6, in_flight=1)
+        if tiles <= 2 * sm_count and rows <= 256:
+            return _swap(64, 128, 64, 6, in_flight=1)
+        if rows == 512:
+            return _rows("own", 128, 4)
+        if tiles <= 2 * sm_count:
+            return _rows("own", 64, 6)
     return UNFUSED
-
-
-def _scaled_gemm(num_stages: int) -> Plan:
-    return Plan("stats_then_gemm", "scaled_gemm", 128, 256, 64, 8, num_stages)
 
 
 def shipped_plans() -> Iterator[tuple[Problem, Plan]]:
@@ -199,6 +237,15 @@ def shipped_plans() -> Iterator[tuple[Problem, Plan]]:
                         if (plan, dtype, has_gain) not in seen:
                             seen.add((plan, dtype, has_gain))
                             yield replace(problem, has_bias=has_gain), plan
+
+
+def other_plans() -> tuple[Plan, ...]:
+    """Plans of forms that the heuristic leaves to tuning, for the same checks."""
+    return (
+        Plan("single_pass", "tiles", 64, 64, 64, 4, 4, squares="own"),
+        Plan("stats_then_gemm", "tiles", 128, 128, 64, 8, 3, squares="given"),
+        Plan("stats_then_gemm", "scaled_gemm", 128, 256, 64, 8, 4),
+    )
 
 
 def interpretable_plans() -> tuple[Plan, ...]:

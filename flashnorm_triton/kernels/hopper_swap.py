@@ -6,8 +6,6 @@ TMA; one consumer warp group issues the instruction and, while it runs, reads th
 shared memory into registers and adds up its squares. Then it waits for the instruction, and only
 then tells the producer that the slot is free. Every reuse of a slot is behind an explicit barrier,
 so no copy can overtake a running instruction.
-
-Gluon is experimental in Triton: names that differ between 3.6 and 3.7 are bridged at the top.
 """
 
 from triton.experimental import gluon
@@ -20,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Renamed in 3.7; the same instruction.
-block_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from flashnorm_triton.kernels.gluon_shim import block_barrier
 
 
 @gluon.jit
@@ -29,14 +26,17 @@ def _produce(x_desc, w_desc, x_ring, w_ring, ready, free, first_m, first_n, firs
     STAGES: gl.constexpr = w_ring.shape[0]
     BLOCK_K: gl.constexpr = w_ring.shape[2]
     TILE_BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
+    slot = 0
+    # The first round finds every slot free: the phase before the first has passed.
+    phase = 1
     for i in range(k_tiles):
-        slot = i % STAGES
-        # The first round finds every slot free: waiting for the phase before the first passes.
-        mbarrier.wait(free.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.wait(free.index(slot), phase)
         mbarrier.expect(ready.index(slot), TILE_BYTES)
         k = first_k + i * BLOCK_K
         tma.async_copy_global_to_shared(w_desc, [first_n, k], ready.index(slot), w_ring.index(slot))
         tma.async_copy_global_to_shared(x_desc, [first_m, k], ready.index(slot), x_ring.index(slot))
+        slot = (slot + 1) % STAGES
+        phase = phase ^ (slot == 0)
 
 
 @gluon.jit
@@ -55,6 +55,7 @@ def _consume(
     N: gl.constexpr,
     K: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    IN_FLIGHT: gl.constexpr,
 ):
     STAGES: gl.constexpr = w_ring.shape[0]
     BLOCK_N: gl.constexpr = w_ring.shape[1]
@@ -69,18 +70,27 @@ def _consume(
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES_K, LANES_K], [WARPS, 1], [1, 0])
     acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, acc_layout)
     squares = gl.zeros([BLOCK_M, BLOCK_K], gl.float32, x_layout)
+    slot = 0
+    phase = 0
+    previous = STAGES - 1
     for i in range(k_tiles):
-        slot = i % STAGES
-        mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
+        mbarrier.wait(ready.index(slot), phase)
         running = warpgroup_mma(
             w_ring.index(slot), x_ring.index(slot).permute((1, 0)), acc, is_async=True
         )
         x = x_ring.index(slot).load(x_layout).to(gl.float32)
         squares += x * x
-        acc = warpgroup_mma_wait(0, deps=(running,))
+        acc = warpgroup_mma_wait(IN_FLIGHT, deps=(running,))
         # All four warps have finished reading the slot before one thread gives it back.
         block_barrier()
-        mbarrier.arrive(free.index(slot), count=1)
+        if IN_FLIGHT == 0:
+            mbarrier.arrive(free.index(slot), count=1)
+        else:
+            mbarrier.arrive(free.index(previous), count=1, pred=i > 0)
+        previous = slot
+        slot = (slot + 1) % STAGES
+        phase = phase ^ (slot == 0)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.convert_layout(gl.sum(squares, axis=1), gl.SliceLayout(0, acc_layout))
     s = gl.rsqrt(total / K + eps)
     out = acc * s[None, :]
@@ -112,6 +122,7 @@ def norm_swap_kernel(
     K: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
+    IN_FLIGHT: gl.constexpr,
 ):
     """y = s * (x @ w.T) (+ bias) for one BLOCK_M x BLOCK_N tile of y (M, N); s = 1/rms of the row.
 
@@ -152,6 +163,7 @@ def norm_swap_kernel(
                     N,
                     K,
                     HAS_BIAS,
+                    IN_FLIGHT,
                 ),
             ),
             (

@@ -74,6 +74,7 @@ _WRITERS = {
 }
 _STRUCTURED = ("scf.for", "scf.while", "scf.if", "ttg.warp_specialize")
 _MAX_ALTERNATIVES = 64
+_MAX_TRIPS = 2048
 _DOT_TYPES = re.compile(r" : (!?[\w.]+)<[^*]*> \* (!?[\w.]+)<[^*]*> -> ")
 _PENDINGS = re.compile(r"pendings = (\d+)")
 _SLOTS = re.compile(r"!ttg\.memdesc<(\d+)x")
@@ -190,7 +191,7 @@ class _Run:
         if op.name in ("scf.for", "scf.while"):
             self.loops += 1
             states = (self.for_loop if op.name == "scf.for" else self.while_loop)(op, states)
-            self.loops -= 1  # its results stay unknown: nobody knows the number of trips
+            self.loops -= 1
         elif op.name == "scf.if":
             states = self.branch(op, states)
         elif op.name == "ttg.warp_specialize":
@@ -210,10 +211,20 @@ class _Run:
         return states
 
     def for_loop(self, op: Op, states: set[_State]) -> set[_State]:
+        """Run a loop: exactly, if its bounds are known; else a few trips, and results unknown."""
         body = op.regions[0]
-        low, _, step, *initial = op.operands
+        low, high, step, *initial = op.operands
         counter, *carried = body.args
+        trips = self.known_trips(low, high, step)
         self.bind([counter, *carried], [low, *initial])
+        if trips is not None:
+            for _ in range(trips):
+                states = self.region(body, states)
+                self.keep(op, states)
+                self.put(counter, self.get(counter) + self.get(step))
+                self.bind(carried, body.ops[-1].operands)
+            self.bind(op.results, carried if trips else initial)
+            return states
         exits = set(states)
         for _ in range(self.trips):
             states = self.region(body, states)
@@ -224,6 +235,14 @@ class _Run:
             self.put(counter, here + by if known else None)
             self.bind(carried, body.ops[-1].operands)
         return exits
+
+    def known_trips(self, low: Value, high: Value, step: Value) -> int | None:
+        """The number of trips of a loop between constants, if it is worth running them all."""
+        start, end, by = (self.get(value) for value in (low, high, step))
+        if not all(isinstance(value, int) for value in (start, end, by)) or by <= 0:
+            return None
+        trips = max(0, -(-(end - start) // by))
+        return trips if trips <= _MAX_TRIPS else None
 
     def while_loop(self, op: Op, states: set[_State]) -> set[_State]:
         before, after = op.regions
