@@ -274,6 +274,13 @@ def test_meta_model_is_refused_before_anything_happens() -> None:
     assert len(audit(model).fused) == 4
 
 
+def test_model_built_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="inference tensor: build the model outside"):
+        fn.patch(model)
+
+
 def test_peft_lora() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = tiny_model("llama")

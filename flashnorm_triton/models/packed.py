@@ -103,10 +103,10 @@ class PackedSite:
         self.trainable = any(
             p.requires_grad for m in (self.norm, *self.linears) for p in _present(m._parameters)
         )
-        self._gain_learns = self.gain is not None and self.gain.requires_grad
+        self._gain_learns = self.folded and self.gain is not None and self.gain.requires_grad
         if self.gain is not None:
             self.norm._parameters["weight"] = None
-            if self.folded:
+            if self._gain_learns:
                 self.gain.requires_grad_(False)
         for linear, (start, stop) in zip(self.linears, self.columns, strict=True):
             stock = dict(linear._parameters)
@@ -131,7 +131,8 @@ class PackedSite:
         self.buffers.update(packed_weight=None, packed_bias=None)
         if self.gain is not None:
             self.norm._parameters["weight"] = self.gain
-            self.gain.requires_grad_(self._gain_learns if self.folded else self.gain.requires_grad)
+            if self._gain_learns:
+                self.gain.requires_grad_(True)
         target = weight[:0]
         del weight
         for linear, view in zip(self.linears, self.views, strict=True):
@@ -140,8 +141,7 @@ class PackedSite:
                     continue
                 if self.folded:
                     parameter.data = target
-                    stock = linear._parameters[key]
-                    stock.data = stock.data.to(target)
+                    _set(linear._parameters, key, linear._parameters[key].data.to(target))
                 else:
                     parameter.data = parameter.data.clone()
                     linear._parameters[key] = parameter
@@ -189,13 +189,14 @@ class PackedSite:
             for key, parameter in view.items():
                 if parameter is not None:
                     grad, parameter.grad = parameter.grad, None
-                    parameter.data = seen[key]
+                    parameter = _set(view, key, seen[key])
                     parameter.grad = None if grad is None else fn(grad)
         after = self.buffers["packed_weight"].dtype
         if self.folded and after != before:
             for linear in self.linears:
-                for parameter in _present(linear._parameters):
-                    parameter.data = parameter.data.to(after)
+                for key, parameter in linear._parameters.items():
+                    if parameter is not None:
+                        _set(linear._parameters, key, parameter.data.to(after))
             # Folding anew from the stock weights rounds once, in the new dtype.
             self.rewrite(range(len(self.linears)))
 
@@ -226,6 +227,16 @@ def _columns(linears: list[nn.Linear]) -> list[tuple[int, int]]:
         ranges.append((start, start + linear.out_features))
         start += linear.out_features
     return ranges
+
+
+def _set(parameters: dict[str, nn.Parameter | None], key: str, value: Tensor) -> nn.Parameter:
+    """Give a parameter another tensor, keeping the object where torch can (not to or from meta)."""
+    parameter = parameters[key]
+    if torch._has_compatible_shallow_copy_type(parameter, value):
+        parameter.data = value
+    else:
+        parameters[key] = parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return parameter
 
 
 def _present(parameters: dict[str, nn.Parameter | None]) -> list[nn.Parameter]:

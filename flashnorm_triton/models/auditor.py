@@ -141,7 +141,11 @@ def _module_obstacle(
     if name in shared:
         return f"{name} shares a parameter with {shared[name]}"
     for key, parameter in module._parameters.items():
-        if parameter is not None and type(parameter) is not nn.Parameter:
+        if parameter is None:
+            continue
+        if parameter.is_inference():
+            return f"{name}.{key} is an inference tensor: build the model outside inference_mode"
+        if type(parameter) is not nn.Parameter:
             return (
                 f"{name}.{key} is a {type(parameter).__name__} (quantized or sharded), "
                 "not a plain parameter"

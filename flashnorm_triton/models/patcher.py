@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashnorm_triton.models.audit import audit
+from flashnorm_triton.models.auditor import audit
 from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice, sites_of
 from flashnorm_triton.models.packed import PackedSite
 from flashnorm_triton.models.report import AuditReport
@@ -71,8 +71,8 @@ def patch(
     parameters = list(model.parameters())
     if parameters and all(parameter.is_meta for parameter in parameters):
         raise ValueError(
-            f"{type(model).__name__} is on the meta device (not loaded, or offloaded), so there are "
-            "no weights to fold: load it onto a device first; audit(model) works as it is"
+            f"{type(model).__name__} is on the meta device (not loaded, or offloaded), so there "
+            "are no weights to fold: load it onto a device first; audit(model) works as it is"
         )
     report = audit(model, example_inputs=example_inputs)
     sites = sites_of(model)
