@@ -257,7 +257,7 @@ def excerpt_of(texts: dict[str, str]) -> str:
     return "\n".join(out)[:EXCERPT_BYTES]
 
 
-def main() -> None:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--out", type=Path, required=True, help="folder that gets the model")
     ap.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -271,8 +271,11 @@ def main() -> None:
     ap.add_argument("--log-every", type=int, default=100)
     ap.add_argument("--eval-every", type=int, default=250)
     ap.add_argument("--no-compile", action="store_true")
-    args = ap.parse_args()
+    return ap.parse_args(argv)
 
+
+def main() -> None:
+    args = arguments()
     began = time.perf_counter()
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")

@@ -1,0 +1,144 @@
+"""The command line: what it prints, its exit codes, and its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import BertConfig, LlamaConfig
+from typer.testing import CliRunner
+
+from flashnorm_triton import __version__
+from flashnorm_triton.cli import app
+from flashnorm_triton.demo import run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def call(*args: str):
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+
+
+def test_help_names_every_command_and_stays_light() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom flashnorm_triton.cli import app\n"
+        "print(CliRunner().invoke(app, ['--help']).output)\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(command in done.stdout for command in ("demo", "audit", "info"))
+
+
+def test_version() -> None:
+    assert call("--version").output == f"flashnorm_triton {__version__}\n"
+
+
+def test_module_runs_as_a_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flashnorm_triton.cli", "no-such-command"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "no-such-command" in done.stderr
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_demo_exit_code_is_the_checks(passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+
+    def stand_in(device, out, console):
+        seen.update(device=device, out=out)
+        return passed
+
+    monkeypatch.setattr(run, "run", stand_in)
+    assert call("demo", "--out", "x.png", "--device", "cpu").exit_code == (0 if passed else 1)
+    assert seen == {"device": "cpu", "out": Path("x.png")}
+
+
+def test_demo_that_cannot_run_exits_with_2() -> None:
+    done = call("demo", "--out", "picture.jpg")
+    assert done.exit_code == 2 and "picture.jpg" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_audit_of_the_shipped_model() -> None:
+    done = call("audit", "demo")
+    assert done.exit_code == 0, done.output
+    assert "q_proj, k_proj, v_proj" in done.output and "gate_proj, up_proj" in done.output
+    report = json.loads(call("audit", "demo", "--json").output)
+    assert report["norms"] == 13 and report["fused"] >= 12
+    first = report["sites"][0]
+    assert first["norm"] == "model.layers.0.input_layernorm" and first["decision"] == "fuse"
+
+
+def test_audit_reads_a_folder_without_weights(tmp_path: Path) -> None:
+    LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=8,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    ).save_pretrained(tmp_path)  # 9 billion parameters, none of them stored
+    done = call("audit", str(tmp_path), "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["norms"] == 17
+
+
+def test_audit_errors_name_the_value_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file.txt").write_text("x")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "bert").mkdir()
+    BertConfig(model_type="no-such-type").save_pretrained(tmp_path / "bert")
+    config = json.loads((tmp_path / "bert" / "config.json").read_text())
+    config["model_type"] = "no-such-type"
+    (tmp_path / "bert" / "config.json").write_text(json.dumps(config))
+    for argument, words in (
+        (str(tmp_path), "no config.json"),
+        (str(tmp_path / "absent"), "no folder"),
+        (str(tmp_path / "file.txt"), "is a file"),
+        (str(tmp_path / "broken"), "no model config found"),
+        (str(tmp_path / "bert"), "no model config found"),
+        ("some-owner/some-model", "hub id that this machine can reach"),
+    ):
+        done = call("audit", argument)
+        assert done.exit_code == 2, (argument, done.output)
+        text = " ".join(done.output.split())
+        assert words in text and argument in text, text
+        assert "Traceback" not in text
+
+
+def test_info_says_what_runs_here() -> None:
+    done = call("info")
+    assert done.exit_code == 0, done.output
+    for words in (__version__, "torch", "Triton kernels:", "Built-in plans"):
+        assert words in done.output
+
+
+@pytest.mark.gpu
+def test_info_on_a_gpu_names_it_and_its_plans() -> None:
+    import torch
+
+    output = call("info").output
+    assert torch.cuda.get_device_name() in output and "Triton kernels: used" in output
+    assert "gemv" in output and "unfused" in output
+
+
+def test_info_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason a GPU's kernels are not used reaches the reader."""
+    from flashnorm_triton import runtime
+
+    reason = "Triton needs a C compiler (apt install gcc, or set CC)"
+    monkeypatch.setattr(runtime, "triton_unavailable", lambda: reason)
+    assert f"Triton kernels: not used, {reason}" in call("info").output
