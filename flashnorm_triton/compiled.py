@@ -9,16 +9,57 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from flashnorm_triton.compile_unit import TARGETS, CompileUnit
 from flashnorm_triton.runtime import interpreting
 
 TRITON_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_POINTER = {"s_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+
+
+class Tile:
+    """A TMA descriptor as Triton's launcher reads one, without the checks of Triton's class.
+
+    The checks cost more host time than the launch; they run once, when ``real`` builds Triton's
+    own descriptor for the compile. ``layout`` is Gluon's shared-memory layout, or None.
+    """
+
+    __slots__ = ("base", "shape", "strides", "block_shape", "layout")
+    padding = "zero"
+    round_f32_to_tf32 = False
+
+    def __init__(
+        self,
+        base: Tensor,
+        shape: list[int],
+        strides: list[int],
+        block_shape: list[int],
+        layout: Any,
+    ) -> None:
+        self.base = base
+        self.shape = shape
+        self.strides = strides
+        self.block_shape = block_shape
+        self.layout = layout
+
+    def real(self) -> Any:
+        """The same descriptor as an object of Triton's class."""
+        common = (self.base, self.shape, self.strides, self.block_shape)
+        if self.layout is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(*common)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(*common, self.layout)
 
 
 class Kernel:
     """One @triton.jit function with its compile-time arguments and launch options fixed.
 
     Every kernel of this package takes its run-time arguments first, then its constexprs.
+    ``descriptors`` spells the types of the arguments that are TMA descriptors.
     """
 
     def __init__(
@@ -39,42 +80,52 @@ class Kernel:
         """Launch on the current stream of CUDA device ``device``, which must be current."""
         if self._run is None:
             if interpreting():
-                self.fn[grid](*args, **self.constants)
+                self.fn[grid](*_real(args), **self.constants)
                 return
             self._compile(grid, args)
         if self._hooks.calls:
             # A profiler listens to Triton's launches: go the way that tells it about them.
-            self.fn[grid](*args, **self.constants, **self.options)
+            self.fn[grid](*_real(args), **self.constants, **self.options)
             return
         stream = self._stream_of(device)
         self._run(
             *grid, stream, self._function, self._packed, None, None, None, *args, *self._values
         )
 
+    def stream(self, device: int) -> int:
+        """The raw handle of the current stream of a CUDA device."""
+        from triton.runtime import driver
+
+        return driver.active.get_current_stream(device)
+
     def _compile(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         from triton import knobs
         from triton.runtime import driver
 
-        compiled = self.fn.warmup(*args, grid=grid, **self.constants, **self.options)
+        compiled = self.fn.warmup(*_real(args), grid=grid, **self.constants, **self.options)
         if hasattr(compiled, "result"):
             compiled = compiled.result()
+        run = compiled.run  # loads the binary, which sets .function
         self._hooks = knobs.runtime.launch_enter_hook
         self._stream_of = driver.active.get_current_stream
         self._packed = compiled.packed_metadata
-        self._run = compiled.run
         self._function = compiled.function
+        self._run = run
 
     def unit(self, name: str, dtype: str, targets: tuple[str, ...] = TARGETS) -> CompileUnit:
-        """The same kernel described for a compile without a GPU; pointers count as aligned.
+        """The same kernel described for a compile without a GPU; all pointers count as aligned.
 
         A pointer that these constants switch off is passed as None at run time, which Triton
         compiles as a constexpr.
         """
         element = TRITON_DTYPE[dtype]
+        split = self.constants.get("SPLIT", 1) > 1
         absent = {
             "bias_ptr": not self.constants.get("HAS_BIAS"),
             "gain_ptr": not self.constants.get("HAS_GAIN"),
             "s_ptr": self.constants.get("SQUARES", "given") != "given",
+            "partial_ptr": not split,
+            "counter_ptr": not split,
         }
         signature, constants = {}, dict(self.constants)
         for argument in self.fn.arg_names:
@@ -85,13 +136,19 @@ class Kernel:
             elif argument.endswith("_desc"):
                 kind = self.descriptors[argument].format(element)
             elif argument.endswith("_ptr"):
-                kind = "*fp32" if argument == "s_ptr" else f"*{element}"
+                kind = _POINTER.get(argument, f"*{element}")
             else:
                 kind = "fp32" if argument == "eps" else "i32"
             signature[argument] = kind
-        aligned = tuple(i for i, kind in enumerate(signature.values()) if kind.startswith("*"))
+        aligned = tuple(
+            i for i, (a, kind) in enumerate(signature.items()) if kind[0] == "*" or a == "stride_xm"
+        )
         options = {key: value for key, value in self.options.items() if key != "maxnreg"}
         gluon = self.fn.is_gluon()
         return CompileUnit(
             name, self.fn, signature, constants, aligned, gluon=gluon, targets=targets, **options
         )
+
+
+def _real(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.real() if isinstance(a, Tile) else a for a in args)

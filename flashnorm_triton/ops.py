@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,9 @@ from flashnorm_triton.checks import check_norm_linear, check_rms_norm
 from flashnorm_triton.plans import Plan, Problem
 
 _PLAIN = (Tensor, Parameter)
+_READY_MOST = 4096
 _ready: dict[tuple, Callable[..., Tensor]] = {}
+_families: dict[tuple, Any] = {}
 
 
 def norm_linear(
@@ -44,7 +48,7 @@ def norm_linear(
         bias: (N,), same dtype; added after the scale.
         gain: (K,), same dtype or float32; multiplies the normalised x. A ``1 + w`` norm passes
             1 + w.
-        plan: runs this plan rather than the chosen one; for tests and tuning.
+        plan: runs this plan rather than the chosen one, without gradients; for tests and tuning.
 
     Returns:
         (..., N) in x's dtype, contiguous. Products and sums in fp32, rounded once (float64 stays
@@ -59,10 +63,8 @@ def norm_linear(
         check_norm_linear(x, weight, eps, bias, gain, same_dtype=False)
         normed = reference.rms_norm(x.float(), eps, gain)
         return torch.nn.functional.linear(normed, weight, bias)
-    if plan is not None:
-        return _with_plan(plan, x, weight, eps, bias, gain)
-    if _plain_eager(x, weight, bias, gain):
-        return _norm_linear(x, weight, eps, bias, gain)
+    if plan is not None or _plain_eager(x, weight, bias, gain):
+        return _norm_linear(x, weight, eps, bias, gain, plan)
     return torch.ops.flashnorm.norm_linear(x, weight, eps, bias, gain)
 
 
@@ -79,7 +81,7 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
 
 def _plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> bool:
     """Whether nothing but a launch is wanted: no trace, no gradient, no mode, no subclass."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level():
         return False
@@ -91,187 +93,204 @@ def _plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None
 
 
 def _norm_linear(
-    x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None, gain: Tensor | None = None
-) -> Tensor:
-    rows = _rows_of(x)
-    key = (
-        plans.bucket(rows.m),
-        x.dtype,
-        x.device,
-        weight.dtype,
-        weight.shape,
-        weight.stride(),
-        x.shape[-1:],
-        eps,
-        _alignment(rows, weight, bias, gain),
-        None if bias is None else (bias.dtype, bias.shape, bias.stride()),
-        None if gain is None else (gain.dtype, gain.shape, gain.stride()),
-    )
-    run = _ready.get(key)
-    if run is None:
-        check_norm_linear(x, weight, eps, bias, gain)
-        run = _ready[key] = _prepare(_plan_for(rows, weight, bias, gain), rows, weight, bias, gain)
-    return run(rows, weight, eps, bias, gain)
-
-
-def _with_plan(
-    plan: Plan,
     x: Tensor,
     weight: Tensor,
     eps: float,
     bias: Tensor | None,
     gain: Tensor | None,
+    plan: Plan | None = None,
 ) -> Tensor:
-    check_norm_linear(x, weight, eps, bias, gain)
-    if not (x.is_cuda or plan == plans.TORCH or runtime.interpreting()):
+    # All that decides what is run and with which compiled code. In eager decoding this key and
+    # the launch are the whole host cost of a call, so it is flat and its parts are cheap.
+    key = (
+        x.shape,
+        weight.shape,
+        eps,
+        plan,
+        x.dtype,
+        weight.dtype,
+        x.get_device(),
+        weight.get_device(),
+        x.data_ptr() & 15,
+        weight.data_ptr() & 15,
+        None if x.is_contiguous() else x.stride(),
+        None if weight.is_contiguous() else weight.stride(),
+        None if bias is None else _traits(bias),
+        None if gain is None else _traits(gain),
+    )
+    run = _ready.get(key)
+    if run is None:
+        check_norm_linear(x, weight, eps, bias, gain)
+        run = _keep(key, _prepare(x, weight, eps, bias, gain, plan))
+    return run(x, weight, bias, gain)
+
+
+def _traits(vector: Tensor) -> tuple:
+    """What a compiled kernel takes for granted of a bias or a gain."""
+    stride = vector.stride()
+    return vector.shape, vector.dtype, vector.get_device(), vector.data_ptr() & 15, stride
+
+
+def _keep(key: tuple, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Keys hold exact shapes; prompts of ever new lengths must not fill the memory.
+    if len(_ready) >= _READY_MOST:
+        _ready.clear()
+    _ready[key] = run
+    return run
+
+
+def _prepare(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    plan: Plan | None,
+) -> Callable[..., Tensor]:
+    """What runs calls like this one: callable(x, weight, bias, gain)."""
+    if plan is not None and not (x.is_cuda or plan == plans.TORCH or runtime.interpreting()):
         raise ValueError(
             f"plan {plan.form!r} needs a GPU, but x is on {x.device}; on a CPU use "
             "TRITON_INTERPRET=1 (set before the first import) or no plan"
         )
-    rows = _rows_of(x)
-    key = (
-        plan,
-        x.dtype,
-        x.device,
-        weight.shape,
-        weight.stride(),
-        None if gain is None else gain.dtype,
-        bias is None,
-        _alignment(rows, weight, bias, gain),
-    )
-    run = _ready.get(key)
-    if run is None:
-        run = _ready[key] = _prepare(plan, rows, weight, bias, gain)
-    return run(rows, weight, eps, bias, gain)
+    if x.numel() == 0 or weight.shape[0] == 0:
+        shape = (*x.shape[:-1], weight.shape[0])
+        return lambda x, weight, bias, gain: x.new_empty(shape)
+    matrix = _matrix(x)
+    geometry = launch.Geometry(matrix.shape[0], matrix.stride(0), x.shape[:-1], x.get_device())
+    problem = _problem(matrix, weight, bias, gain)
+    plan = _plan_for(x, problem) if plan is None else plan
+    if plan == plans.TORCH:
+        return lambda x, weight, bias, gain: reference.norm_linear(x, weight, eps, bias, gain)
+    family = _family(plan, problem, matrix, weight, _contiguous(bias), _contiguous(gain))
+    return _around(family.bind(geometry, eps), x, bias, gain)
 
 
-def _rows_of(x: Tensor) -> launch.Rows:
-    """x as M rows of K elements each, copied only if its strides cannot say so."""
-    k = x.shape[-1] if x.dim() else 0
-    if x.is_contiguous():
-        return launch.Rows(x, x.numel() // k if k else 0, k, x.shape[:-1])
-    matrix = x.reshape(-1, k)
-    if matrix.stride(-1) != 1 and k > 1:
-        matrix = matrix.contiguous()
-    return launch.Rows(matrix, matrix.shape[0], matrix.stride(0), x.shape[:-1])
+def _matrix(x: Tensor) -> Tensor:
+    """x as (M, K) with a contiguous last dimension; a copy only if its strides cannot say so."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
 
 
-def _alignment(rows: launch.Rows, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> int:
-    """What a compiled kernel takes for granted of its pointers and strides, as bits."""
-    x_stride = rows.stride * rows.x.element_size()
-    bits = _misaligned(rows.x) | _misaligned(weight) << 1 | (x_stride & 15 != 0) << 2
-    if bias is not None:
-        bits |= _misaligned(bias) << 3
-    if gain is not None:
-        bits |= _misaligned(gain) << 4
-    return bits | (rows.stride >= 1 << 31) << 5
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
 
 
-def _misaligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() & 15 != 0
-
-
-def _plan_for(rows: launch.Rows, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> Plan:
-    problem = _problem(rows, weight, bias, gain)
-    if not rows.x.is_cuda:
-        return plans.TORCH
-    reason = runtime.triton_unavailable()
-    if reason is not None:
-        warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=4)
-        return plans.TORCH
-    return plans.choose(problem, runtime.device_facts(rows.x.get_device()))
-
-
-def _problem(
-    rows: launch.Rows, weight: Tensor, bias: Tensor | None, gain: Tensor | None
-) -> Problem:
-    size = weight.element_size()
-    tma = (
-        (rows.x.data_ptr() | weight.data_ptr()) % 16 == 0
-        and (rows.stride * size) % 16 == 0
-        and (weight.stride(0) * size) % 16 == 0
-    )
+def _problem(matrix: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> Problem:
+    strides = (matrix.stride(0) | weight.stride(0)) * weight.element_size()
     return Problem(
         str(weight.dtype).removeprefix("torch."),
-        rows.m,
+        matrix.shape[0],
         weight.shape[0],
         weight.shape[1],
         bias is not None,
         gain is not None,
-        tma,
+        tma=(matrix.data_ptr() | weight.data_ptr() | strides) % 16 == 0,
     )
 
 
-def _prepare(
-    plan: Plan, rows: launch.Rows, weight: Tensor, bias: Tensor | None, gain: Tensor | None
-) -> Callable[..., Tensor]:
-    """What runs a plan on a problem of these shapes: callable(rows, weight, eps, bias, gain)."""
-    if rows.m == 0 or weight.shape[0] == 0:
-        return _run_empty
-    if plan == plans.TORCH:
-        return _run_reference
-    problem = _problem(rows, weight, bias, gain)
-    family = launch.FAMILIES[plan.form](plan, problem, weight.stride(0))
-    return _on_device_of(rows.x, family)
-
-
-def _run_empty(
-    rows: launch.Rows, weight: Tensor, eps: float, bias: Tensor | None, gain: Tensor | None
-) -> Tensor:
-    return rows.x.new_empty((*rows.lead, weight.shape[0]))
-
-
-def _run_reference(
-    rows: launch.Rows, weight: Tensor, eps: float, bias: Tensor | None, gain: Tensor | None
-) -> Tensor:
-    x = rows.x.view(*rows.lead, weight.shape[1])
-    return reference.norm_linear(x, weight, eps, bias, gain)
-
-
-def _on_device_of(x: Tensor, family: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The family, launched on x's device even when another one is current."""
+def _plan_for(x: Tensor, problem: Problem) -> Plan:
     if not x.is_cuda:
-        return family
+        return plans.TORCH
+    reason = runtime.triton_unavailable()
+    if reason is not None:
+        warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
+        return plans.TORCH
+    return plans.choose(problem, runtime.device_facts(x.get_device()))
+
+
+def _family(
+    plan: Plan,
+    problem: Problem,
+    matrix: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gain: Tensor | None,
+) -> Any:
+    """The compiled kernels of a plan, shared by all row counts that the same code serves."""
+    stride = matrix.stride(0)
+    key = (
+        plan,
+        replace(problem, m=0),
+        weight.stride(0),
+        matrix.get_device(),
+        # What Triton specialises on: pointer alignment, and the stride's width and divisibility.
+        *(t is not None and t.data_ptr() % 16 for t in (matrix, weight, bias, gain)),
+        None if gain is None else gain.dtype,
+        (stride % 16 == 0, stride == 1, stride >= 1 << 31),
+    )
+    family = _families.get(key)
+    if family is None:
+        made = launch.FAMILIES[plan.form](plan, problem, weight.stride(0))
+        family = _families[key] = made
+    return family
+
+
+def _around(
+    run: Callable[..., Tensor], x: Tensor, bias: Tensor | None, gain: Tensor | None
+) -> Callable[..., Tensor]:
+    """``run`` on x's device, whatever the current one, and with operands made contiguous."""
+    copies = not x.is_contiguous() or any(
+        v is not None and not v.is_contiguous() for v in (bias, gain)
+    )
+    inner = run
+    if copies:
+
+        def inner(x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+            return run(_matrix(x), weight, _contiguous(bias), _contiguous(gain))
+
+    if not x.is_cuda:
+        return inner
     index = x.get_device()
 
-    def run(*args: object) -> Tensor:
+    def on_device(x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
         if torch._C._cuda_getDevice() == index:
-            return family(*args)
+            return inner(x, weight, bias, gain)
         with torch.cuda.device(index):
-            return family(*args)
+            return inner(x, weight, bias, gain)
 
-    return run
+    return on_device
 
 
-def _rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
-    rows = _rows_of(x)
+def _rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
     key = (
-        rows.m > 0,
-        x.dtype,
-        x.device,
-        x.shape[-1:],
+        x.shape,
         eps,
-        _misaligned(rows.x),
-        rows.stride >= 1 << 31,
-        None if gain is None else (gain.dtype, gain.shape, gain.stride(), _misaligned(gain)),
+        x.dtype,
+        x.get_device(),
+        x.data_ptr() & 15,
+        None if x.is_contiguous() else x.stride(),
+        None if gain is None else _traits(gain),
     )
     run = _ready.get(key)
     if run is None:
         check_rms_norm(x, eps, gain)
-        run = _ready[key] = _prepare_rms_norm(x, gain)
-    return run(rows, eps, gain)
+        run = _keep(key, _prepare_rms_norm(x, eps, gain))
+    return run(x, gain)
 
 
-def _prepare_rms_norm(x: Tensor, gain: Tensor | None) -> Callable[..., Tensor]:
+def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..., Tensor]:
     on_gpu = x.is_cuda and x.dtype != torch.float64 and runtime.triton_available()
-    if x.numel() and on_gpu:
-        return _on_device_of(x, launch.RmsNorm(x.shape[-1], gain is not None))
-    return _run_reference_norm
-
-
-def _run_reference_norm(rows: launch.Rows, eps: float, gain: Tensor | None) -> Tensor:
-    x = rows.x
-    return reference.rms_norm(x.view(*rows.lead, x.shape[-1]), eps, gain)
+    if not on_gpu or x.numel() == 0:
+        return lambda x, gain: reference.rms_norm(x, eps, gain)
+    matrix = _matrix(x)
+    stride, dense_gain = matrix.stride(0), _contiguous(gain)
+    key = (
+        "rms_norm",
+        x.shape[-1],
+        x.dtype,
+        x.get_device(),
+        *(t is not None and t.data_ptr() % 16 for t in (matrix, dense_gain)),
+        None if gain is None else gain.dtype,
+        (stride % 16 == 0, stride == 1, stride >= 1 << 31),
+    )
+    family = _families.get(key)
+    if family is None:
+        family = _families[key] = launch.RmsNorm(x.shape[-1], gain is not None)
+    geometry = launch.Geometry(matrix.shape[0], stride, x.shape[:-1], x.get_device())
+    norm = family.bind(geometry, eps)
+    run = _around(lambda x, _, __, gain: norm(x, gain), x, None, gain)
+    return lambda x, gain: run(x, x, None, gain)
 
 
 # Registration. The schemas are the operations' contract with torch.compile and export.

@@ -27,7 +27,7 @@ class Plan:
     get the sum of squares: "own", "shared" or "given" (kernels/tiles.py). ``max_registers`` caps
     the registers of a thread (0: no cap); half of the register file lets two programs share a
     multiprocessor. ``in_flight`` is how many matrix instructions hopper_swap leaves running when
-    it gives a slot back: 0 or 1.
+    it gives a slot back: 0 or 1; ``split_k`` how many programs share K.
     """
 
     strategy: str
@@ -41,6 +41,7 @@ class Plan:
     squares: str = "shared"
     max_registers: int = 0
     in_flight: int = 0
+    split_k: int = 1
 
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON-ready fields, without those that its form does not read."""
@@ -52,7 +53,7 @@ class Plan:
         if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
             del fields["group_m"]
         if self.form != "hopper_swap":
-            del fields["max_registers"], fields["in_flight"]
+            del fields["max_registers"], fields["in_flight"], fields["split_k"]
         return fields
 
 

@@ -82,7 +82,7 @@ def _step_rows(
     return acc, squares
 
 
-@triton.jit(do_not_specialize=["M", "stride_xm"])
+@triton.jit(do_not_specialize=["M"])
 def norm_gemv_kernel(
     x_ptr,
     w_ptr,

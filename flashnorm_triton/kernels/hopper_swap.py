@@ -6,6 +6,8 @@ TMA; one consumer warp group issues the instruction and, while it runs, reads th
 shared memory into registers and adds up its squares. Then it waits for the instruction, and only
 then tells the producer that the slot is free. Every reuse of a slot is behind an explicit barrier,
 so no copy can overtake a running instruction.
+
+With too few tiles for the device, K is shared among programs as well (split-K, see the kernel).
 """
 
 from triton.experimental import gluon
@@ -41,22 +43,10 @@ def _produce(x_desc, w_desc, x_ring, w_ring, ready, free, first_m, first_n, firs
 
 @gluon.jit
 def _consume(
-    bias_ptr,
-    y_ptr,
-    x_ring,
-    w_ring,
-    ready,
-    free,
-    first_m,
-    first_n,
-    k_tiles,
-    M,
-    eps,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    IN_FLIGHT: gl.constexpr,
-):
+    bias_ptr, y_ptr, partial_ptr, counter_ptr, x_ring, w_ring, ready, free, first_m, first_n,
+    k_tiles, M, eps, N: gl.constexpr, K: gl.constexpr, HAS_BIAS: gl.constexpr,
+    IN_FLIGHT: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
     STAGES: gl.constexpr = w_ring.shape[0]
     BLOCK_N: gl.constexpr = w_ring.shape[1]
     BLOCK_K: gl.constexpr = w_ring.shape[2]
@@ -92,22 +82,52 @@ def _consume(
         phase = phase ^ (slot == 0)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.convert_layout(gl.sum(squares, axis=1), gl.SliceLayout(0, acc_layout))
-    s = gl.rsqrt(total / K + eps)
-    out = acc * s[None, :]
+    if SPLIT == 1:
+        _finish(acc, total, bias_ptr, y_ptr, first_m, first_n, M, eps, N, K, HAS_BIAS)
+    else:
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        PART: gl.constexpr = (BLOCK_N + 1) * BLOCK_M
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc_layout))
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
+        cells = n[:, None] * BLOCK_M + m[None, :]
+        parts = partial_ptr + tile.to(gl.int64) * SPLIT * PART
+        mine = parts + gl.program_id(2) * PART
+        gl.store(mine + cells, acc)
+        gl.store(mine + BLOCK_N * BLOCK_M + m, total)
+        # The barrier orders the group's stores before the release of one thread's atomic.
+        block_barrier()
+        arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            # Every part is summed in the order of K, whoever came last: the same bits each time.
+            acc = gl.load(parts + cells, cache_modifier=".cg")
+            total = gl.load(parts + BLOCK_N * BLOCK_M + m, cache_modifier=".cg")
+            for part in gl.static_range(1, SPLIT):
+                acc += gl.load(parts + part * PART + cells, cache_modifier=".cg")
+                squares_of = parts + part * PART + BLOCK_N * BLOCK_M + m
+                total += gl.load(squares_of, cache_modifier=".cg")
+            gl.store(counter_ptr + tile, 0)
+            _finish(acc, total, bias_ptr, y_ptr, first_m, first_n, M, eps, N, K, HAS_BIAS)
 
+
+@gluon.jit
+def _finish(
+    acc, total, bias_ptr, y_ptr, first_m, first_n, M, eps, N: gl.constexpr, K: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Scale, add the bias, round once, store: acc (BLOCK_N, BLOCK_M), total (BLOCK_M)."""
+    BLOCK_N: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    s = gl.rsqrt(total / K + eps)
     # Consecutive threads hold consecutive columns of y.
-    y_layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, WARPS], [0, 1])
-    out = gl.convert_layout(out, y_layout)
+    y_layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
+    out = gl.convert_layout(acc * s[None, :], y_layout)
     cols = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, y_layout))
     rows = first_m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, y_layout))
     if HAS_BIAS:
         out += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[:, None]
     target = y_ptr + rows.to(gl.int64)[None, :] * N + cols[:, None]
-    gl.store(
-        target,
-        out.to(y_ptr.dtype.element_ty),
-        mask=(rows < M)[None, :] & (cols < N)[:, None],
-    )
+    inside = (rows < M)[None, :] & (cols < N)[:, None]
+    gl.store(target, out.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -116,6 +136,8 @@ def norm_swap_kernel(
     w_desc,
     bias_ptr,
     y_ptr,
+    partial_ptr,
+    counter_ptr,
     M,
     eps,
     N: gl.constexpr,
@@ -123,11 +145,17 @@ def norm_swap_kernel(
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     IN_FLIGHT: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """y = s * (x @ w.T) (+ bias) for one BLOCK_M x BLOCK_N tile of y (M, N); s = 1/rms of the row.
 
-    Grid: (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M)). The block sizes are those of the descriptors of
-    x (M, K) and w (N, K). Launch with 4 warps: the consumer is one warp group.
+    Grid: (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLIT). The block sizes are those of the descriptors
+    of x (M, K) and w (N, K). Launch with 4 warps: the consumer is one warp group.
+
+    SPLIT > 1 shares K among that many programs. Each writes its fp32 part of the products and of
+    the sum of squares to ``partial_ptr`` (tiles * SPLIT * (BLOCK_N + 1) * BLOCK_M values) and
+    counts itself in ``counter_ptr`` (one int32 a tile, zero before the launch and after it); the
+    last one adds the parts up in the order of K and scales once.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
@@ -144,33 +172,20 @@ def norm_swap_kernel(
     block_barrier()
     first_n = gl.program_id(0) * BLOCK_N
     first_m = gl.program_id(1) * BLOCK_M
+    SHARE: gl.constexpr = (k_tiles + SPLIT - 1) // SPLIT
+    if SPLIT == 1:
+        first_k = 0
+        my_tiles = k_tiles
+    else:
+        first_k = gl.program_id(2) * SHARE
+        my_tiles = min(k_tiles - first_k, SHARE)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    bias_ptr,
-                    y_ptr,
-                    x_ring,
-                    w_ring,
-                    ready,
-                    free,
-                    first_m,
-                    first_n,
-                    k_tiles,
-                    M,
-                    eps,
-                    N,
-                    K,
-                    HAS_BIAS,
-                    IN_FLIGHT,
-                ),
-            ),
-            (
-                _produce,
-                (x_desc, w_desc, x_ring, w_ring, ready, free, first_m, first_n, 0, k_tiles),
-            ),
+            (_consume, (bias_ptr, y_ptr, partial_ptr, counter_ptr, x_ring, w_ring, ready, free,
+                        first_m, first_n, my_tiles, M, eps, N, K, HAS_BIAS, IN_FLIGHT, SPLIT)),
+            (_produce, (x_desc, w_desc, x_ring, w_ring, ready, free, first_m, first_n,
+                        first_k * BLOCK_K, my_tiles)),
         ],
         [1],
         [24],
-    )
+    )  # fmt: skip

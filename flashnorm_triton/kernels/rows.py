@@ -20,7 +20,7 @@ def _sum_of_squares(x_row, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return tl.sum(squares, axis=0)
 
 
-@triton.jit(do_not_specialize=["stride_xm"])
+@triton.jit
 def row_rstd_kernel(x_ptr, s_ptr, stride_xm, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """s[m] = 1 / sqrt(mean_k x[m, k]^2 + eps), fp32. Grid: (M,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -28,7 +28,7 @@ def row_rstd_kernel(x_ptr, s_ptr, stride_xm, eps, K: tl.constexpr, BLOCK_K: tl.c
     tl.store(s_ptr + row, rstd_of(total, K, eps))
 
 
-@triton.jit(do_not_specialize=["stride_xm"])
+@triton.jit
 def rms_norm_kernel(
     x_ptr,
     gain_ptr,

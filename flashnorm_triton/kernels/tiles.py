@@ -14,7 +14,7 @@ import triton.language as tl
 from flashnorm_triton.kernels.epilogue import rstd_of, scale_bias
 
 
-@triton.jit(do_not_specialize=["M", "stride_xm"])
+@triton.jit(do_not_specialize=["M"])
 def norm_tiles_kernel(
     x_ptr,
     x_squares_ptr,
