@@ -93,7 +93,7 @@ def lagging(model: torch.nn.Module) -> None:
         (wrong_scale, "logit error"),
         (wrong_eps, "logit error"),
         (forgotten_fold, "held-out perplexity"),
-        (not_a_number, "largest logit error"),
+        (not_a_number, "largest error of all"),
         (lagging, "decode error at t-1 / at t"),
     ],
 )
@@ -166,13 +166,16 @@ def test_errors_are_the_frobenius_error_and_the_perplexity() -> None:
     for rows in (slice(0, 4), slice(4, 6)):
         errors.add((exact + 0.01 * off)[rows], exact[rows], targets[rows])
     assert errors.relative == pytest.approx((0.01 * off.norm() / exact.norm()).item())
+    each = 0.01 * off.abs().amax(-1)
+    assert errors.token_largest == pytest.approx(each.mean().item())
     assert errors.largest == pytest.approx(0.01 * off.abs().max().item())
     nll = -(exact + 0.01 * off).log_softmax(-1)[torch.arange(6), targets].mean()
     assert errors.perplexity == pytest.approx(nll.exp().item())
     assert errors.profile().shape == (4,)
     for logits in (exact.where(exact != exact[2, 3], math.nan), exact):
         errors.add(logits, exact, targets)
-    assert math.isnan(errors.largest) and math.isnan(errors.relative)
+    assert math.isnan(errors.largest) and math.isnan(errors.token_largest)
+    assert math.isnan(errors.relative) and math.isnan(errors.perplexity)
 
 
 def test_judge_scores_each_token_given_the_text_so_far(device: torch.device) -> None:

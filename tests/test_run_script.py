@@ -85,7 +85,8 @@ def test_first_call_sets_up_with_the_pins_and_the_second_does_not(checkout: Path
     lines = log(checkout)
     assert lines[0] == "venv" and len(lines) == 3
     assert all(f"--constraint {checkout}/constraints.txt" in line for line in lines[1:])
-    assert lines[2].endswith(f"--editable {checkout}[test]")
+    assert lines[2].endswith(f"--editable {checkout}[dev]")
+    (checkout.parent / "bin" / "python3").unlink()  # once set up, it is not even looked for
     began = time.perf_counter()
     second = call(checkout, "demo")
     assert second.returncode == 0 and time.perf_counter() - began < 2
@@ -195,6 +196,11 @@ def test_given_interpreter_is_used_as_it_is(checkout: Path) -> None:
     )
     assert done.stdout == f"{sys.executable} {checkout}:/elsewhere\n"
     assert not (checkout / ".venv").exists() and log(checkout) == []
+    (checkout / "bin").mkdir()
+    (checkout / "bin" / "py").symlink_to(sys.executable)
+    relative = {"FLASHNORM_PYTHON": "a checkout/bin/py"}
+    done = call(checkout, "test", "--version", **relative)
+    assert done.returncode == 0 and "pytest" in done.stdout + done.stderr, done.stderr
     missing = call(checkout, "demo", FLASHNORM_PYTHON="/no/such/python3")
     assert missing.returncode == 1 and "FLASHNORM_PYTHON=/no/such/python3" in missing.stderr
 

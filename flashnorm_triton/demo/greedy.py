@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from flashnorm_triton.demo.accuracy import ERROR_RATIO
 from flashnorm_triton.demo.checks import Check, at_least, at_most
 
-AGREEMENT_LOSS = 0.02
+AGREEMENT_LOSS = 0.05  # near-ties: a percent of the tokens in bf16, stock or patched
 LAG_FACTOR = 5.0
 
 

@@ -110,7 +110,7 @@ def _draw_gains(axes, gains: dict[str, Tensor]) -> None:
     ]
     axes.set_xticks(range(len(gains)), short)
     axes.set(
-        title="Trained gains of every norm, now folded into the weights",
+        title="Trained gains of every norm",
         xlabel="layer (a: attention norm, m: MLP norm)",
         ylabel="gain",
     )
