@@ -1,0 +1,142 @@
+"""What a plan asks of a device and a problem: is it well formed, does it fit, what does it occupy.
+
+Used where a plan comes from outside (a table's file) and where candidates are made (tuning): a plan
+that cannot run is known here, before anything is compiled. Estimates are on the low side: what a
+compiled kernel really needs is known to its compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from flashnorm_triton.plans import FORMS, STRATEGIES, Device, Plan, Problem
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+TMA_FORMS = ("scaled_gemm", "hopper_swap", "hopper_rows")
+GLUON_FORMS = ("hopper_swap", "hopper_rows")
+_SHARED_LIMIT = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
+_LEAST_SHARED = {"cuda": 101_376, "hip": 65_536}
+_STRATEGY_OF = {
+    "gemv": ("single_pass",),
+    "tiles": ("single_pass", "stats_then_gemm"),
+    "hopper_swap": ("single_pass",),
+    "hopper_rows": ("single_pass", "stats_then_gemm"),
+    "scaled_gemm": ("stats_then_gemm",),
+    "library": ("unfused",),
+    "reference": ("torch",),
+}
+_SQUARES = ("own", "shared", "given")
+_MOST = {
+    "num_warps": 16, "num_stages": 16, "group_m": 1024, "max_registers": 255, "in_flight": 1,
+    "split_k": 64,
+}  # fmt: skip
+_MAY_BE_ZERO = ("max_registers", "in_flight")
+
+
+def plan_from(stored: Mapping[str, Any]) -> Plan:
+    """The plan that ``Plan.as_dict`` wrote.
+
+    Raises ValueError, naming the field, for anything that no plan of this version can be: unknown
+    or missing fields, wrong types, blocks that are no powers of two.
+    """
+    known = {field.name: field for field in fields(Plan)}
+    if unknown := [name for name in stored if name not in known]:
+        raise ValueError(f"plan has fields that this version does not know: {', '.join(unknown)}")
+    for name, value in stored.items():
+        if isinstance(known[name].default, int):
+            _check_number(name, value)
+        elif not isinstance(value, str):
+            raise ValueError(f"plan has {name} = {value!r}: it must be a text")
+    try:
+        plan = Plan(**stored)
+    except TypeError as error:
+        raise ValueError(f"plan is incomplete: {error}") from None
+    if plan.strategy not in STRATEGIES or plan.form not in FORMS:
+        raise ValueError(f"unknown plan {plan.strategy!r}, {plan.form!r}")
+    if plan.strategy not in _STRATEGY_OF.get(plan.form, (plan.strategy,)):
+        raise ValueError(f"form {plan.form!r} does not serve strategy {plan.strategy!r}")
+    if plan.squares not in _SQUARES:
+        raise ValueError(f"plan has squares = {plan.squares!r}: use one of {', '.join(_SQUARES)}")
+    given = plan.squares == "given"
+    two_ways = plan.form in ("tiles", "hopper_rows")
+    if two_ways and given is not (plan.strategy == "stats_then_gemm"):
+        raise ValueError(f"squares {plan.squares!r} cannot serve strategy {plan.strategy!r}")
+    if plan.form not in ("library", "reference"):
+        for name in ("block_m", "block_n", "block_k"):
+            if not getattr(plan, name):
+                raise ValueError(f"plan has no {name}")
+    return plan
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"plan has {name} = {value!r}: it must be a whole number")
+    if name.startswith("block_") or name == "num_warps":
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"plan has {name} = {value}: it must be a power of two")
+    elif value < (0 if name in _MAY_BE_ZERO else 1):
+        raise ValueError(f"plan has {name} = {value}: it is too small")
+    if value > _MOST.get(name, 8192):
+        raise ValueError(f"plan has {name} = {value}: it is too large")
+
+
+def shared_limit(device: Device) -> int:
+    """Most shared memory, in bytes, that one block of threads can have on the device."""
+    return _SHARED_LIMIT.get(device.capability, _LEAST_SHARED.get(device.backend, 0))
+
+
+def shared_bytes(plan: Plan, dtype: str) -> int:
+    """Shared memory of a block of threads, in bytes: an estimate from below."""
+    size = ELEMENT_BYTES[dtype]
+    x_tile, w_tile = plan.block_m * plan.block_k, plan.block_n * plan.block_k
+    if plan.form == "gemv":
+        return w_tile * size * (plan.num_stages - 1)
+    if plan.form == "tiles":
+        copies = 2 if plan.squares == "own" else 1
+        return (copies * x_tile + w_tile) * size * (plan.num_stages - 1)
+    staging = 128 * plan.block_n * size if plan.form == "hopper_rows" else 0
+    if plan.form in TMA_FORMS:
+        return (x_tile + w_tile) * size * plan.num_stages + staging
+    return 0
+
+
+def accumulators(plan: Plan) -> int:
+    """Registers of a thread that hold sums of products and of squares: what must not spill."""
+    # hopper_rows counts the warps of one of its two consumer groups.
+    threads = 32 * plan.num_warps * (2 if plan.form == "hopper_rows" else 1)
+    squares = 0 if plan.squares == "given" else plan.block_m * plan.block_k
+    if plan.form == "gemv":
+        return (plan.block_m * plan.block_n * plan.block_k + squares) // threads
+    if plan.form == "scaled_gemm" or (plan.form == "hopper_rows" and plan.squares == "given"):
+        return plan.block_m * plan.block_n // threads
+    return (plan.block_m * plan.block_n + squares) // threads
+
+
+def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
+    """Why a plan cannot serve a problem on a device; None when it can."""
+    if plan.form == "reference":
+        return None if device.backend == "cpu" else "plain torch is not a plan for a GPU"
+    if device.backend == "cpu":
+        return "it needs a GPU"
+    if plan.form == "library":
+        return None
+    if plan.form in TMA_FORMS:
+        if device.backend != "cuda" or device.capability < 90:
+            return "it needs the copy engine of compute capability 9.0 and later"
+        if not problem.tma:
+            return "x or weight is not 16-byte aligned"
+        if problem.has_gain:
+            return "it cannot apply a gain"
+        if problem.dtype not in ("bfloat16", "float16"):
+            return f"it does not take {problem.dtype}"
+    if plan.form in GLUON_FORMS and not device.gluon:
+        return "it needs Hopper and a Triton whose Gluon drives it"
+    if plan.form == "hopper_rows" and problem.n % 8:
+        return f"it writes rows of 16 bytes, and N is {problem.n}"
+    if plan.form == "tiles" and problem.has_gain and problem.dtype == "float16":
+        return "x * gain could overflow float16 before the division"
+    if (needs := shared_bytes(plan, problem.dtype)) > shared_limit(device):
+        return f"it needs {needs} bytes of shared memory, {shared_limit(device)} are there"
+    return None

@@ -1,0 +1,175 @@
+"""The search space: which plans are worth compiling for a problem on a device.
+
+Short lists rather than a grid. Each list holds the plans that were best or nearly best somewhere in
+three interleaved sweeps of an NVIDIA H200 over 64 cells (tests/measured_plans.json), and relatives
+that stand in where another shape's waves of tiles fall differently. In every measured cell the
+"quick" space holds a plan within 2 % of the best of all that were tried
+(tests/test_space.py prints by how much). "full" adds their neighbours.
+
+A new kernel family is one more list here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from flashnorm_triton import limits
+from flashnorm_triton.plans import UNFUSED, Device, Plan, Problem, bucket, choose
+
+EFFORTS = {"quick": 14, "full": 40}
+"""Most candidates of one cell, the unfused pair and the heuristic's plan included."""
+
+# Registers of a thread that accumulators may take: beyond it, they spill or run alone.
+_MOST_ACCUMULATORS = 168
+# A GEMV without stages is unrolled over K: this many copies of its body at most.
+_MOST_UNROLLED = 16
+
+# rows: (BLOCK_N, BLOCK_K, warps, stages)
+_GEMV = {
+    1: (
+        (1, 1024, 1, 1), (2, 256, 1, 1), (2, 1024, 4, 1), (4, 1024, 8, 1), (4, 2048, 4, 1),
+        (2, 2048, 8, 1), (2, 2048, 4, 1), (4, 512, 1, 3), (4, 256, 1, 3), (8, 512, 8, 1),
+        (4, 2048, 8, 1),
+    ),
+    2: ((1, 1024, 1, 1), (4, 256, 1, 1), (4, 512, 2, 1), (4, 1024, 4, 1), (4, 256, 2, 4)),
+    4: ((2, 256, 1, 1), (2, 512, 2, 1), (1, 1024, 2, 1)),
+    8: ((2, 256, 2, 1),),
+}  # fmt: skip
+# rows of a tile: (BLOCK_N, BLOCK_K, stages, register cap, instructions in flight)
+_SWAP = {
+    16: (
+        (64, 256, 3, 0, 1), (64, 256, 3, 0, 0), (64, 256, 4, 0, 0), (64, 128, 6, 0, 1),
+        (64, 128, 4, 128, 0), (64, 128, 3, 128, 0), (128, 64, 4, 128, 0), (128, 128, 3, 0, 0),
+        (64, 128, 4, 0, 0),
+    ),
+    32: (
+        (64, 128, 6, 0, 1), (64, 256, 3, 0, 0), (64, 128, 3, 128, 0), (64, 128, 4, 128, 0),
+        (128, 128, 3, 0, 0),
+    ),
+    64: (
+        (64, 128, 6, 0, 1), (64, 128, 3, 128, 1), (128, 128, 3, 0, 0), (128, 64, 4, 128, 1),
+        (128, 64, 6, 0, 1), (64, 128, 3, 0, 0),
+    ),
+    128: ((128, 64, 6, 0, 1), (64, 64, 4, 128, 0)),
+}  # fmt: skip
+# (squares, BLOCK_N, stages)
+_ROWS = (
+    ("own", 256, 3), ("given", 128, 5), ("own", 128, 5), ("own", 128, 4), ("own", 64, 6),
+    ("given", 256, 3), ("given", 64, 6),
+)  # fmt: skip
+# (BLOCK_M, BLOCK_N, warps, stages) with BLOCK_K 64
+_SCALED = ((128, 256, 8, 4), (128, 256, 8, 3), (128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5))
+# (BLOCK_N, BLOCK_K, stages) of portable tiles with few rows, and whole blocks with many
+_FEW_ROW_TILES = ((32, 256, 3), (64, 128, 3), (32, 128, 4), (64, 64, 4), (128, 64, 4))
+_TILES = ((64, 64, 64, 4, 4), (64, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 128, 32, 4, 4))
+
+
+def candidates(problem: Problem, device: Device, effort: str = "quick") -> tuple[Plan, ...]:
+    """Plans to compile and time for a problem, at most ``EFFORTS[effort]`` of them.
+
+    The heuristic's plan (the incumbent) comes first and the unfused pair is always there; the rest
+    in the order in which they are worth trying. Every plan fits (``limits.unfit``). Raises
+    ValueError for an effort that is not known.
+    """
+    if effort not in EFFORTS:
+        raise ValueError(f"effort {effort!r} is unknown: use one of {', '.join(EFFORTS)}")
+    found = dict.fromkeys((choose(problem, device), UNFUSED))
+    listed = list(_listed(problem, device))
+    more = [near for plan in listed for near in _neighbours(plan)] if effort == "full" else []
+    for plan in (*listed, *more):
+        if len(found) < EFFORTS[effort] and _sensible(plan, problem, device):
+            found.setdefault(plan)
+    return tuple(plan for plan in found if limits.unfit(plan, problem, device) is None)
+
+
+def _listed(problem: Problem, device: Device) -> Iterable[Plan]:
+    """The lists that concern a problem, one after the other, without regard to fit."""
+    rows = bucket(problem.m)
+    for n, k, warps, stages in _GEMV.get(rows, ()):
+        yield Plan("single_pass", "gemv", rows, n, k, warps, stages)
+    hopper = device.gluon and problem.tma and not problem.has_gain
+    if hopper:
+        yield from _hopper(problem, rows, device.sm_count)
+    else:
+        yield from _portable(rows, device)
+    if rows >= 256:
+        # Beside the row tiles, only the large shape of the plain Triton GEMM was ever best.
+        for m, n, warps, stages in _SCALED[: 2 if hopper else None]:
+            yield Plan("stats_then_gemm", "scaled_gemm", m, n, 64, warps, stages)
+
+
+def _hopper(problem: Problem, rows: int, sm_count: int) -> Iterable[Plan]:
+    blocks: list[int] = []
+    if rows > 1:
+        blocks = [16] if rows <= 16 else [rows // 2, rows] if rows <= 128 else [64, 128]
+    split = []
+    for block_m in reversed(blocks):
+        for place, (n, k, stages, cap, in_flight) in enumerate(_SWAP[block_m]):
+            plan = Plan(
+                "single_pass", "hopper_swap", block_m, n, k, 4, stages,
+                max_registers=cap, in_flight=in_flight,
+            )  # fmt: skip
+            tiles = -(-rows // block_m) * -(-problem.n // n)
+            # Two rounds of small tiles at most: each block of rows reads the weights again.
+            if rows <= block_m or tiles <= 2 * sm_count:
+                yield plan
+            # Where tiles leave multiprocessors idle, several share K.
+            for parts in (2, 4):
+                if place < 2 and parts * tiles <= sm_count and problem.k >= 2 * parts * k:
+                    split.append(replace(plan, split_k=parts))
+    yield from split
+    if rows >= 128:
+        for squares, n, stages in _ROWS:
+            strategy = "single_pass" if squares == "own" else "stats_then_gemm"
+            yield Plan(strategy, "hopper_rows", 128, n, 64, 4, stages, squares=squares)
+
+
+def _portable(rows: int, device: Device) -> Iterable[Plan]:
+    if 2 <= rows <= 64:
+        block_m = max(16, rows)
+        # One load may feed both only where the matrix instruction is synchronous: off Hopper, or
+        # with few rows.
+        squares = "own" if device.capability == 90 and rows > 16 else "shared"
+        for n, k, stages in _FEW_ROW_TILES:
+            yield Plan("single_pass", "tiles", block_m, n, k, 4, stages, squares=squares)
+    if rows >= 32:
+        for m, n, k, warps, stages in _TILES:
+            if m <= max(rows, 64):
+                yield Plan("stats_then_gemm", "tiles", m, n, k, warps, stages, squares="given")
+
+
+def _neighbours(plan: Plan) -> Iterable[Plan]:
+    """The plan with one parameter moved a step."""
+    yield replace(plan, num_stages=plan.num_stages + 1)
+    if plan.num_stages > 1:
+        yield replace(plan, num_stages=plan.num_stages - 1)
+    if plan.form == "hopper_swap":
+        yield replace(plan, split_k=2 * plan.split_k)
+        yield replace(plan, in_flight=1 - plan.in_flight)
+        yield replace(plan, max_registers=128 - plan.max_registers)
+    if plan.form in ("hopper_rows", "scaled_gemm", "tiles"):
+        yield replace(plan, group_m=16)
+        yield replace(plan, group_m=4)
+    if plan.form == "gemv":
+        yield replace(plan, block_n=plan.block_n * 2)
+        yield replace(plan, num_warps=plan.num_warps * 2)
+        if plan.block_n > 1:
+            yield replace(plan, block_n=plan.block_n // 2)
+
+
+def _sensible(plan: Plan, problem: Problem, device: Device) -> bool:
+    """Whether a plan is worth a compile: no accumulators that spill, no block beyond the matrix."""
+    if limits.accumulators(plan) > _MOST_ACCUMULATORS:
+        return False
+    if plan.max_registers:
+        # The cap is there to let two blocks share a multiprocessor: both must fit its memory.
+        fits_twice = 2 * limits.shared_bytes(plan, problem.dtype) <= limits.shared_limit(device)
+        if not fits_twice or limits.accumulators(plan) > plan.max_registers * 3 // 4:
+            return False
+    if plan.block_k >= 2 * problem.k or plan.block_n >= 2 * max(problem.n, 16):
+        return False
+    steps = -(-problem.k // plan.block_k)
+    if plan.form == "gemv" and plan.num_stages == 1 and steps > _MOST_UNROLLED:
+        return False
+    return limits.unfit(plan, problem, device) is None
