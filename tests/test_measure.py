@@ -169,7 +169,10 @@ def test_host_time_leaves_out_the_synchronisation_and_the_first_burst():
 
 def test_tally_counts_kernels_and_the_calls_that_launch_them():
     def event(name, device, annotation=False):
-        return SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation)
+        span = SimpleNamespace(elapsed_us=lambda: 2.5)
+        return SimpleNamespace(
+            name=name, device_type=device, is_user_annotation=annotation, time_range=span
+        )
 
     events = [
         event("aten::mm", CPU),
@@ -183,7 +186,7 @@ def test_tally_counts_kernels_and_the_calls_that_launch_them():
         event("Memcpy DtoD (Device -> Device)", CUDA),
         event("## Call CompiledFxGraph", CUDA, annotation=True),
     ]
-    assert measure.tally(events) == measure.Launches(kernels=2, host_calls=3)
+    assert measure.tally(events) == measure.Launches(kernels=2, host_calls=3, busy_us=5.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -237,4 +240,5 @@ def test_on_a_gpu_a_failing_capture_leaves_the_device_usable():
 @pytest.mark.gpu
 def test_on_a_gpu_launches_are_counted():
     x = torch.randn(64, 64, device="cuda")
-    assert measure.count_launches(lambda: x.exp().sin()) == measure.Launches(2, 2)
+    found = measure.count_launches(lambda: x.exp().sin())
+    assert (found.kernels, found.host_calls) == (2, 2) and found.busy_us > 0

@@ -66,10 +66,12 @@ class Replay:
 
 @dataclass(frozen=True)
 class Launches:
-    """GPU kernels that ran, and host calls that launched them (a graph replay is one call)."""
+    """GPU kernels that ran, host calls that launched them (a graph replay is one call), and the
+    kernels' summed run time in microseconds."""
 
     kernels: int
     host_calls: int
+    busy_us: float = 0.0
 
 
 class Backend(Protocol):
@@ -350,13 +352,16 @@ def count_launches(fn: Callable[[], object], *, warmup: int = 2) -> Launches:
 def tally(events: Sequence[Any]) -> Launches:
     """Count kernels and launching host calls in a torch profiler's event list."""
     kernels = host_calls = 0
+    busy_us = 0.0
     for event in events:
         if getattr(event, "is_user_annotation", False):
             continue
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels += not event.name.startswith(("Memcpy", "Memset"))
+            if not event.name.startswith(("Memcpy", "Memset")):
+                kernels += 1
+                busy_us += event.time_range.elapsed_us()
         else:
             host_calls += event.name.startswith(
                 ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
             )
-    return Launches(kernels=kernels, host_calls=host_calls)
+    return Launches(kernels=kernels, host_calls=host_calls, busy_us=busy_us)
