@@ -10,7 +10,7 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> None:
+def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None, same_dtype: bool = True) -> None:
     """Raise TypeError or ValueError unless ``rms_norm(x, eps, gain)`` is well formed."""
     if x.dtype not in DTYPES:
         raise TypeError(
@@ -29,7 +29,7 @@ def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> None:
                 f"gain has shape {tuple(gain.shape)}, but x has K = {x.shape[-1]}: "
                 f"it must be ({x.shape[-1]},)"
             )
-        if gain.dtype not in (x.dtype, torch.float32):
+        if gain.dtype not in ((x.dtype, torch.float32) if same_dtype else DTYPES):
             raise TypeError(f"gain is {gain.dtype}, x is {x.dtype}: use x's dtype or float32")
         _same_device("gain", gain, x)
 
@@ -46,13 +46,18 @@ def check_norm_linear(
 
     ``same_dtype`` is False under autocast, which converts.
     """
-    check_rms_norm(x, eps, None if gain is None or not same_dtype else gain)
+    check_rms_norm(x, eps, gain, same_dtype)
     if weight.dim() != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (N, K)")
     if weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"K differs: x has {x.shape[-1]} (last dimension of {tuple(x.shape)}), weight has "
             f"{weight.shape[1]} (second dimension of {tuple(weight.shape)})"
+        )
+    if weight.dtype not in DTYPES:
+        raise TypeError(
+            f"weight is {weight.dtype}; it must be bfloat16, float16, float32 or float64: a "
+            "quantized weight cannot be used here"
         )
     if same_dtype and weight.dtype != x.dtype:
         raise TypeError(

@@ -147,6 +147,11 @@ class Tiles:
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
         from flashnorm_triton.kernels.tiles import norm_tiles_kernel
 
+        if problem.has_gain and problem.dtype == "float16":
+            raise ValueError(
+                f"plan {plan.form!r} would hold x * gain in fp16 before the division, where it can "
+                "overflow: fold the gain into the weight, or use another plan"
+            )
         self.plan, self.n = plan, problem.n
         self.stats = RowStats(problem) if plan.squares == "given" else None
         self.kernel = Kernel(
@@ -196,6 +201,11 @@ class _TmaFamily:
             raise ValueError(
                 f"plan {plan.form!r} needs x and weight with 16-byte aligned base and row stride "
                 f"(K = {problem.k} in {problem.dtype}): use another plan"
+            )
+        if problem.dtype not in ("bfloat16", "float16") and not interpreting():
+            raise ValueError(
+                f"plan {plan.form!r} has half-precision tiles; {problem.dtype} products would be "
+                "rounded to tf32: use another plan"
             )
         self.plan, self.problem = plan, problem
         self.n, self.k, self.stride_wn = problem.n, problem.k, stride_wn

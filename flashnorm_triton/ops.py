@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from flashnorm_triton import launch, plans, reference, runtime
@@ -59,12 +60,18 @@ def norm_linear(
         TypeError: a dtype that is not supported, or dtypes that differ.
         ValueError: shapes, devices, strides or an eps that do not fit; the message names them.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if _autocasting(x):
         check_norm_linear(x, weight, eps, bias, gain, same_dtype=False)
-        normed = reference.rms_norm(x.float(), eps, gain)
-        return torch.nn.functional.linear(normed, weight, bias)
-    if plan is not None or _plain_eager(x, weight, bias, gain):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return torch.nn.functional.linear(reference.rms_norm(wide, eps, gain), weight, bias)
+    if plan is not None:
+        _check_forced(plan, x, weight, bias, gain)
         return _norm_linear(x, weight, eps, bias, gain, plan)
+    if _plain_eager(x, weight, bias, gain):
+        return _norm_linear(x, weight, eps, bias, gain)
+    if _forward_mode():
+        check_norm_linear(x, weight, eps, bias, gain)
+        return reference.norm_linear(x, weight, eps, bias, gain)
     return torch.ops.flashnorm.norm_linear(x, weight, eps, bias, gain)
 
 
@@ -76,7 +83,43 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
     """
     if _plain_eager(x, gain, None, None):
         return _rms_norm(x, eps, gain)
+    if _forward_mode():
+        check_rms_norm(x, eps, gain)
+        return reference.rms_norm(x, eps, gain)
     return torch.ops.flashnorm.rms_norm(x, eps, gain)
+
+
+def _autocasting(x: Tensor) -> bool:
+    """Whether torch.autocast is on for x's device; the first question is cheap and mostly no."""
+    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
+        return False
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _forward_mode() -> bool:
+    """Whether forward-mode gradients may be wanted: registered operations would drop them."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def _check_forced(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None
+) -> None:
+    if plan == plans.TORCH:
+        return
+    if not (x.is_cuda or runtime.interpreting()):
+        raise ValueError(
+            f"plan {plan.form!r} needs a GPU, but x is on {x.device}; on a CPU use "
+            "TRITON_INTERPRET=1 (set before the first import) or no plan"
+        )
+    if x.dtype == torch.float64:
+        raise TypeError(f"plan {plan.form!r} computes in fp32, but x is float64: use no plan")
+    operands = (x, weight, bias, gain)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+        raise ValueError(
+            f"plan {plan.form!r} was asked for by name and keeps no gradient: call it under "
+            "torch.no_grad(), or without a plan"
+        )
 
 
 def _plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> bool:
@@ -85,11 +128,13 @@ def _plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level():
         return False
+    if forward_ad._current_level >= 0:
+        return False
     if torch.is_grad_enabled():
         for tensor in (x, a, b, c):
             if tensor is not None and tensor.requires_grad:
                 return False
-    return all(t is None or type(t) in _PLAIN for t in (a, b, c))
+    return all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in (a, b, c))
 
 
 def _norm_linear(
@@ -148,11 +193,6 @@ def _prepare(
     plan: Plan | None,
 ) -> Callable[..., Tensor]:
     """What runs calls like this one: callable(x, weight, bias, gain)."""
-    if plan is not None and not (x.is_cuda or plan == plans.TORCH or runtime.interpreting()):
-        raise ValueError(
-            f"plan {plan.form!r} needs a GPU, but x is on {x.device}; on a CPU use "
-            "TRITON_INTERPRET=1 (set before the first import) or no plan"
-        )
     if x.numel() == 0 or weight.shape[0] == 0:
         shape = (*x.shape[:-1], weight.shape[0])
         return lambda x, weight, bias, gain: x.new_empty(shape)
@@ -272,7 +312,7 @@ def _rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
 def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..., Tensor]:
     on_gpu = x.is_cuda and x.dtype != torch.float64 and runtime.triton_available()
     if not on_gpu or x.numel() == 0:
-        return lambda x, gain: reference.rms_norm(x, eps, gain)
+        return lambda x, gain: reference.rms_norm(x, eps, gain).contiguous()
     matrix = _matrix(x)
     stride, dense_gain = matrix.stride(0), _contiguous(gain)
     key = (

@@ -43,6 +43,25 @@ class Plan:
     in_flight: int = 0
     split_k: int = 1
 
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES or self.form not in FORMS:
+            raise ValueError(
+                f"plan {self.strategy!r}/{self.form!r}: strategies are {STRATEGIES}, forms {FORMS}"
+            )
+        if self.squares not in ("own", "shared", "given"):
+            raise ValueError(f"squares is {self.squares!r}; it must be own, shared or given")
+        if self.in_flight not in (0, 1) or self.split_k < 1 or self.num_stages < 1:
+            raise ValueError(
+                f"in_flight {self.in_flight} must be 0 or 1, split_k {self.split_k} and num_stages "
+                f"{self.num_stages} at least 1"
+            )
+        # A slot kept by a running instruction must leave another one to fill: else a dead lock.
+        kept = 1 if self.form == "hopper_rows" else self.in_flight
+        if self.form.startswith("hopper") and self.num_stages <= kept:
+            raise ValueError(
+                f"num_stages {self.num_stages} must exceed the {kept} instruction(s) in flight"
+            )
+
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON-ready fields, without those that its form does not read."""
         fields = asdict(self)
@@ -231,13 +250,14 @@ def shipped_plans() -> Iterator[tuple[Problem, Plan]]:
     for n, k in ((960, 576), (3072, 576), (3072, 2048), (16384, 2048), (6144, 4096), (28672, 4096)):
         for dtype in ("bfloat16", "float16", "float32"):
             for has_gain in (False, True):
-                for m in (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192):
+                for m in (2**power for power in range(14)):
                     for tma in (True, False):
                         problem = Problem(dtype, m, n, k, has_gain=has_gain, tma=tma)
                         plan = choose(problem, device)
                         if (plan, dtype, has_gain) not in seen:
                             seen.add((plan, dtype, has_gain))
-                            yield replace(problem, has_bias=has_gain), plan
+                            # A bias adds code and takes none away; fp16 goes without, for both.
+                            yield replace(problem, has_bias=dtype != "float16"), plan
 
 
 def other_plans() -> tuple[Plan, ...]:

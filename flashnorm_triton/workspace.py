@@ -52,5 +52,7 @@ def _take(device: int, count: int) -> Tensor:
             block, used = torch.zeros(_BLOCK, dtype=torch.int32, device=f"cuda:{device}"), 0
             if torch.cuda.is_current_stream_capturing():
                 return block[:count]
+            # Other streams take their share of the block without waiting for this one.
+            torch.cuda.current_stream(device).synchronize()
         _blocks[device] = block, used + count
         return block[used : used + count]
