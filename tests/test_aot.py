@@ -97,9 +97,44 @@ def test_gcn_usage_reads_the_metadata():
         aot._gcn_usage(text.replace(".vgpr_count", ".other"))
 
 
-def test_producer_warps_are_counted(fixtures):
+def test_warps_are_those_asked_for_and_producers_are_counted(fixtures):
+    assert fixtures.records()["racing_pointer-w8s3", "sm90"]["num_warps"] == 8
     # Four consumer warps and one producer, rounded up to whole warp groups.
     assert fixtures.records()["ring_waits", "sm90"]["num_warps"] == 8
+
+
+@pytest.mark.parametrize("gluon", [False, True])
+def test_what_triton_is_asked_for(monkeypatch, gluon):
+    import triton
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.runtime.jit import JITFunction
+
+    asked = {}
+
+    def compile(source, target, options):
+        asked.update(source=source, target=target, options=options)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(triton, "compile", compile)
+    kernel = object.__new__(JITFunction)
+    kernel.__name__ = "kernel"
+    described = unit(
+        fn=kernel,
+        signature={"x": "*bf16", "B": "constexpr", "n": "i32"},
+        constexprs={"B": 64},
+        divisible_by_16=(0, 2),
+        num_warps=8,
+        num_stages=5,
+        gluon=gluon,
+    )
+    with pytest.raises(aot.CompileFailed, match="u for sm90: RuntimeError: far enough"):
+        aot.compile_unit(described, "sm90")
+    assert isinstance(asked["source"], GluonASTSource) is gluon
+    assert asked["source"].signature == dict(described.signature)
+    assert asked["source"].constants == {(1,): 64}
+    assert asked["source"].attrs == {(i,): [["tt.divisibility", 16]] for i in (0, 2)}
+    assert (asked["target"].backend, asked["target"].arch) == ("cuda", 90)
+    assert asked["options"] == {"num_warps": 8, "num_stages": 5}
 
 
 def test_more_shared_memory_than_there_is_is_refused(fixtures):

@@ -180,8 +180,9 @@ def test_more_alternatives_than_can_be_followed():
 
 
 def test_partitions_start_and_end_with_nothing_in_flight():
-    def partitions(*worker: str) -> str:
+    def partitions(*worker: str, before: str = "tt.nothing") -> str:
         return function(
+            before,
             "ttg.warp_specialize(%a, %b, %acc, %t)",
             "default {",
             "ttg.warp_yield",
@@ -190,11 +191,13 @@ def test_partitions_start_and_end_with_nothing_in_flight():
             *(re.sub(r"%(a|b|acc|t)\b", r"%p\1", line) for line in worker),
             "ttg.warp_return",
             f"}} : ({TILE}, {TILE}, {ACC}, i1) -> ()",
+            WAIT0.replace("%d", "%acc"),
         )
 
     assert rules(partitions(dot(), WAIT0, fill())) == set()
     assert rules(partitions(dot(), fill(), WAIT0)) == {"refilled"}
     assert rules(partitions(dot())) == {"unwaited"}
+    assert rules(partitions(fill(), before=dot(out="%e"))) == {"unwaited"}
 
 
 def test_unstructured_control_flow_is_a_finding():

@@ -27,7 +27,7 @@ between the slot copied into and the slots being read. A finding is reported whe
   index of every slot being read (barrier i of a ring guards slot i);
 - `untraced`: a wgmma left in flight, or a write beside one, whose slot cannot be followed to a
   `ttg.local_alloc` and an index, or whose buffer nothing in the function fills;
-- `unwaited`: a function or partition ends, or calls another, with a wgmma in flight;
+- `unwaited`: a function or partition ends, calls another or starts one with a wgmma in flight;
 - `unreadable`: the text is not TTGIR as this reader knows it, or disagrees with the PTX.
 
 So what is not understood is a finding, not a pass. Not covered: instructions other than wgmma,
@@ -273,6 +273,7 @@ class _Run:
 
     def partitions(self, op: Op, states: set[_State]) -> set[_State]:
         default, *workers = op.regions
+        self.unwaited(op, states)  # the workers cannot wait for an instruction of the caller's
         for worker in workers:
             self.bind(worker.args, op.operands)
             # Warps of its own: nothing is in flight when they start, nor may be when they end.
