@@ -136,6 +136,21 @@ def test_a_failing_candidate_is_named_with_its_cause():
         measure.prepare("tiles", broken, rotations=2, backend=FakeDevice())
 
 
+def test_a_failure_hidden_by_the_end_of_the_capture_is_named_too():
+    class Device(FakeDevice):
+        def capture(self, fn, calls, rotations):
+            try:
+                fn(0)
+            finally:
+                raise RuntimeError("capture invalidated")
+
+    def broken(i):
+        raise ArithmeticError("no such tile")
+
+    with pytest.raises(measure.CaptureError, match="invalidated; .*ArithmeticError: no such tile"):
+        measure.prepare("tiles", broken, rotations=2, backend=Device())
+
+
 def test_copies_total_more_than_twice_the_cache_within_memory():
     cache, memory = 60_000_000, 100_000_000_000
     for bytes_per_call in (1_105_920, 12_582_912, 50_331_648):

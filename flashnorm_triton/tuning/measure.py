@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-REPLAY_US = 150.0
+REPLAY_US = 200.0
 MIN_ROUNDS = 15
 _COPY_BYTES = 1 << 30
 _MATMUL_SIDE = 8192
@@ -150,10 +150,10 @@ def prepare(
     except NoGpuError:
         raise
     except Exception as error:
-        cause = error.__context__ if isinstance(error.__context__, Exception) else error
-        raise CaptureError(
-            f"candidate {name!r} could not be captured: {type(cause).__name__}: {cause}"
-        ) from error
+        # What fails inside a capture also fails its end, which then hides the reason.
+        chain = [error, *([error.__context__] if error.__context__ else [])]
+        reasons = "; while handling ".join(f"{type(e).__name__}: {e}" for e in chain)
+        raise CaptureError(f"candidate {name!r} could not be captured: {reasons}") from error
     return Replay(handle=handle, calls=rotations * trips)
 
 
