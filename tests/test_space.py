@@ -158,7 +158,7 @@ def test_a_plan_that_cannot_run_says_why(plan, problem, device, why):
         ({"block_n": 1 << 20}, "too large"),
         ({"num_stages": 0}, "too small"),
         ({"form": 3}, "must be a text"),
-        ({"form": "warp_magic"}, "unknown plan"),
+        ({"form": "warp_magic"}, "warp_magic"),
         ({"strategy": "unfused"}, "does not serve"),
         ({"swizzle": 3}, "swizzle"),
         ({"squares": "none"}, "squares"),

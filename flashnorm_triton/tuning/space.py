@@ -11,6 +11,7 @@ A new kernel family is one more list here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -140,22 +141,20 @@ def _portable(rows: int, device: Device) -> Iterable[Plan]:
 
 
 def _neighbours(plan: Plan) -> Iterable[Plan]:
-    """The plan with one parameter moved a step."""
-    yield replace(plan, num_stages=plan.num_stages + 1)
-    if plan.num_stages > 1:
-        yield replace(plan, num_stages=plan.num_stages - 1)
+    """The plan with one parameter moved a step, where that is a plan at all."""
+    moves = [{"num_stages": plan.num_stages + 1}, {"num_stages": plan.num_stages - 1}]
     if plan.form == "hopper_swap":
-        yield replace(plan, split_k=2 * plan.split_k)
-        yield replace(plan, in_flight=1 - plan.in_flight)
-        yield replace(plan, max_registers=128 - plan.max_registers)
+        moves.append({"split_k": 2 * plan.split_k})
+        moves.append({"in_flight": 1 - plan.in_flight})
+        moves.append({"max_registers": 128 - plan.max_registers})
     if plan.form in ("hopper_rows", "scaled_gemm", "tiles"):
-        yield replace(plan, group_m=16)
-        yield replace(plan, group_m=4)
+        moves += [{"group_m": 16}, {"group_m": 4}]
     if plan.form == "gemv":
-        yield replace(plan, block_n=plan.block_n * 2)
-        yield replace(plan, num_warps=plan.num_warps * 2)
-        if plan.block_n > 1:
-            yield replace(plan, block_n=plan.block_n // 2)
+        moves += [{"block_n": 2 * plan.block_n}, {"num_warps": 2 * plan.num_warps}]
+        moves += [{"block_n": plan.block_n // 2}] if plan.block_n > 1 else []
+    for move in moves:
+        with contextlib.suppress(ValueError):  # no plan: too few stages, say
+            yield replace(plan, **move)
 
 
 def _sensible(plan: Plan, problem: Problem, device: Device) -> bool:

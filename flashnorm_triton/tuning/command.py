@@ -1,0 +1,192 @@
+"""``flashnorm tune``, and what ``flashnorm info`` says of the tables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashnorm_triton import results, tables
+from flashnorm_triton.plans import Device, Problem
+from flashnorm_triton.tables import Gpu, Table
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+# What a restarted command must know: how often it was, and since when --force holds.
+_RESTARTS, _SINCE = "FLASHNORM_TUNE_RESTARTS", "FLASHNORM_TUNE_SINCE"
+_MOST_RESTARTS = 8
+
+
+def tune(
+    model: Annotated[
+        str | None,
+        typer.Option(help="A config.json, the folder that holds it, or a hub id. No weights."),
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="K:N of norm → linear sites, such as 2048:3072,2048:16384.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32, or several: bf16,fp16.")] = "bf16",
+    tokens: Annotated[
+        str, typer.Option(help="Row counts; each stands for the next power of two.")
+    ] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
+    effort: Annotated[str, typer.Option(help="quick, or full: more candidates, longer.")] = "quick",
+    gain: Annotated[
+        bool, typer.Option(help="For gains applied in the kernel, not folded.")
+    ] = False,
+    force: Annotated[bool, typer.Option(help="Tune again what the table has.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The table's file; left out: your table of this GPU.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compiling processes; left out: CPU cores but two.")
+    ] = None,
+) -> None:
+    """Find this GPU's best plans for a model or for shapes, and keep them.
+
+    Stop it at any moment: finished cells are kept, and the same command goes on from there. Exit
+    code 0 when every cell is tuned, 1 when some failed or could not be stored, 2 when it could not
+    start, 130 when it was interrupted.
+    """
+    from flashnorm_triton.tuning import run, sites
+    from flashnorm_triton.tuning.measure import NoGpuError
+    from flashnorm_triton.tuning.progress import for_output
+    from flashnorm_triton.tuning.tuner import now
+
+    try:
+        if (model is None) == (shapes is None):
+            raise ValueError("give either --model or --shapes")
+        what: Any = model
+        if shapes is not None:
+            what = [(site.k, site.n) for site in sites.parse_shapes(shapes)]
+        with _terminated_as_interrupted():
+            report = run.tune(
+                what,
+                dtype=sites.parse_dtypes(dtype),
+                tokens=sites.parse_tokens(tokens),
+                effort=effort,
+                gain=gain,
+                force=os.environ.setdefault(_SINCE, now()) if force else False,
+                path=out,
+                jobs=jobs,
+                progress=for_output(),
+            )
+    except (ValueError, NoGpuError) as error:
+        typer.echo(f"flashnorm tune: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(report.summary())
+    if report.interrupted:
+        typer.echo("interrupted: the same command goes on from here")
+        raise typer.Exit(130)
+    if report.lost is not None:
+        _restart(report.lost)
+    raise typer.Exit(1 if report.failed or report.unsaved else 0)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A polite kill ends a run as Ctrl-C does: what is finished is stored."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _restart(why: str) -> None:
+    """Begin the same command anew: a process whose GPU context broke cannot use the GPU again."""
+    count = int(os.environ.get(_RESTARTS, "0")) + 1
+    typer.echo(f"{why}; it will not be tried again", err=True)
+    if count > _MOST_RESTARTS:
+        typer.echo(f"flashnorm tune: given up after {_MOST_RESTARTS} restarts", err=True)
+        raise typer.Exit(1)
+    os.environ[_RESTARTS] = str(count)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def table_lines(gpu: Gpu) -> list[str]:
+    """What each table that may serve a GPU holds, one line each, in the order of lookups."""
+    found = list(tables.survey(gpu))
+    lines = [_line(source, path, table) for source, path, table in found]
+    if all(source != "user" for source, _, _ in found):
+        lines.insert(0, f"your table: none ({_place(gpu)}); flashnorm tune makes it")
+    if os.environ.get("FLASHNORM_TABLES"):
+        lines.append(f"FLASHNORM_TABLES={os.environ['FLASHNORM_TABLES']}")
+    return lines
+
+
+def _place(gpu: Gpu) -> str:
+    try:
+        return str(tables.user_path(gpu))
+    except tables.TableError as error:
+        return str(error)
+
+
+def _line(source: str, path: Path, table: Table | Exception) -> str:
+    whose = {
+        "user": "your table",
+        "shipped": "shipped table",
+        "capability": "shipped table of a like GPU",
+    }[source]
+    if isinstance(table, Exception):
+        return f"{whose}: {path}: not used, {table}"
+    dates = sorted(entry.run.date[:10] for entry in table.entries.values())
+    when = f", {dates[0]} to {dates[-1]}" if dates else ""
+    here = results.kernel_hash()
+    stale = sum(entry.run.kernel_hash != here for entry in table.entries.values())
+    old = f"; {stale} cells stale (tuned with other kernel sources)" if stale else ""
+    return f"{whose}: {path}: {table.gpu.name}, {len(table.entries)} cells{when}{old}"
+
+
+def plan_table(
+    gpu: Gpu, device: Device, shapes: Iterable[tuple[int, int]], dtype: str = "bfloat16"
+) -> RichTable:
+    """A rich table of the plan that serves each (K, N) × bucket of rows, from where, and why.
+
+    Rows whose plan and source are those of the bucket before are left out.
+    """
+    from rich.table import Table as RichTable
+
+    table = RichTable(title=f"Plans in {dtype} on {gpu.name}")
+    for heading in ("K → N", "rows", "plan", "from", "why"):
+        table.add_column(heading, overflow="fold")
+    for k, n in shapes:
+        before = None
+        for rows in (1 << power for power in range(14)):
+            problem = Problem(dtype, rows, n, k)
+            chosen = tables.choice(problem, device, gpu.name)
+            plan = replace(chosen, reason="", entry=None)
+            if plan != before:
+                fields = chosen.plan.as_dict()
+                form = fields.pop("form")
+                fields.pop("strategy")
+                own = " ".join(f"{name}={value}" for name, value in fields.items())
+                source = chosen.source if chosen.path is None else chosen.path.name
+                where = f"{chosen.source}: {source}" if chosen.path else source
+                table.add_row(f"{k} → {n}", f"{rows}…", f"{form} {own}", where, _why(chosen))
+            before = plan
+    return table
+
+
+def _why(chosen: tables.Choice) -> str:
+    if chosen.entry is None:
+        return chosen.reason
+    gain = chosen.entry.baseline_us / chosen.entry.us
+    return f"{chosen.entry.us:.1f} µs, {gain:.2f}x unfused; {chosen.reason}"
+
+
+def cells_of(table: Table) -> tuple[tuple[int, int], ...]:
+    """The (K, N) of a table's cells, in order."""
+    return tuple(sorted({(key.k, key.n) for key in table.entries}))

@@ -1,0 +1,130 @@
+"""Which cells to tune: from a list of sizes, or from a model's config alone.
+
+A model is built on the meta device (no weights, no memory) and audited; each site it would fuse is
+one K → packed N. So there is no list of model names, and what is tuned is what ``patch`` launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashnorm_triton.limits import ELEMENT_BYTES
+from flashnorm_triton.plans import Problem, bucket
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A norm and the linears that read it, packed: x (M, k) by weight (n, k)."""
+
+    k: int
+    n: int
+    has_bias: bool = False
+
+
+def parse_shapes(text: str) -> tuple[Site, ...]:
+    """Sites from ``"2048:3072,2048:16384"`` (K:N). Raises ValueError, naming the word."""
+    sites = []
+    for word in text.split(","):
+        k, _, n = word.strip().partition(":")
+        if not (k.isdigit() and n.isdigit() and int(k) and int(n)):
+            raise ValueError(f"{word.strip()!r} is no shape: give K:N, such as 2048:3072")
+        sites.append(Site(int(k), int(n)))
+    return tuple(dict.fromkeys(sites))
+
+
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Row counts from ``"1,2,4"``. Raises ValueError, naming the word."""
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if not word.isdigit() or not int(word):
+            raise ValueError(f"{word!r} is no number of tokens: give whole numbers from 1")
+    return tuple(int(word) for word in words)
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """torch's names of ``"bf16,fp16"`` or ``"bfloat16"``. Raises ValueError, naming the word."""
+    names = []
+    for word in (word.strip() for word in text.split(",")):
+        name = DTYPES.get(word, word)
+        if name not in DTYPES.values():
+            raise ValueError(f"dtype {word!r} cannot be tuned: use {', '.join(DTYPES)}")
+        names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def skeleton(model: str) -> Any:
+    """A causal language model on the meta device, from a config.json, a folder or a hub id.
+
+    Raises ValueError that says what was looked for and what to give instead.
+    """
+    place = Path(model).expanduser()
+    local = place.exists()
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise ValueError(f"{place} has no config.json: give a folder written by save_pretrained")
+    if not local and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise ValueError(f"there is no file or folder {place}")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        config = AutoConfig.from_pretrained(place if local else model)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no model config found for {model!r} ({_first_line(error)}): give a config.json, the "
+            "folder that holds it, or a hub id that this machine can reach"
+        ) from error
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, ImportError) as error:
+        reason = _first_line(error)
+        raise ValueError(f"{model!r} is not a causal language model: {reason}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def sites_of(model: Any) -> tuple[Site, ...]:
+    """The sites that ``patch`` would fuse in a model, each size once, in the model's order.
+
+    Raises ValueError for a model in which nothing can be fused.
+    """
+    from flashnorm_triton.models import audit
+
+    report = audit(model)
+    found = []
+    for site in report.fused:
+        linears = [model.get_submodule(name) for name in site.consumers]
+        columns = sum(linear.out_features for linear in linears)
+        has_bias = any(linear.bias is not None for linear in linears)
+        found.append(Site(linears[0].in_features, columns, has_bias))
+    if not found:
+        raise ValueError(f"nothing to tune: {report.summary()}")
+    return tuple(dict.fromkeys(found))
+
+
+def problems(
+    sites: Iterable[Site],
+    dtypes: Sequence[str] = ("bfloat16",),
+    tokens: Sequence[int] = TOKENS,
+    has_gain: bool = False,
+) -> tuple[Problem, ...]:
+    """Every cell once: sites × dtypes × buckets of row counts."""
+    rows = sorted({bucket(m) for m in tokens})
+    found: dict[tuple, Problem] = {}
+    for site in sites:
+        for dtype in dtypes:
+            tma = site.k * ELEMENT_BYTES[dtype] % 16 == 0
+            for m in rows:
+                problem = Problem(dtype, m, site.n, site.k, site.has_bias, has_gain, tma)
+                found.setdefault((dtype, m, site.n, site.k), problem)
+    return tuple(found.values())
