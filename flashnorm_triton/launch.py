@@ -139,6 +139,15 @@ class Unfused:
         return run
 
 
+def _check_half(plan: Plan, problem: Problem) -> None:
+    """The tensor cores multiply halves; the interpreter, for tests, anything."""
+    if problem.dtype not in ("bfloat16", "float16") and not interpreting():
+        raise ValueError(
+            f"plan {plan.form!r} multiplies bfloat16 or float16 on the tensor cores, not "
+            f"{problem.dtype}: use the gemv or library form"
+        )
+
+
 class Tiles:
     """Form "tiles": single_pass, or stats_then_gemm when the plan's squares are "given"."""
 
@@ -147,6 +156,7 @@ class Tiles:
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
         from flashnorm_triton.kernels.tiles import norm_tiles_kernel
 
+        _check_half(plan, problem)
         if problem.has_gain and problem.dtype == "float16":
             raise ValueError(
                 f"plan {plan.form!r} would hold x * gain in fp16 before the division, where it can "
@@ -202,11 +212,7 @@ class _TmaFamily:
                 f"plan {plan.form!r} needs x and weight with 16-byte aligned base and row stride "
                 f"(K = {problem.k} in {problem.dtype}): use another plan"
             )
-        if problem.dtype not in ("bfloat16", "float16") and not interpreting():
-            raise ValueError(
-                f"plan {plan.form!r} has half-precision tiles; {problem.dtype} products would be "
-                "rounded to tf32: use another plan"
-            )
+        _check_half(plan, problem)
         self.plan, self.problem = plan, problem
         self.n, self.k, self.stride_wn = problem.n, problem.k, stride_wn
         self.gluon = gluon
