@@ -159,6 +159,8 @@ def plan_table(
     """
     from rich.table import Table as RichTable
 
+    from flashnorm_triton.tuning.tuner import plan_text
+
     table = RichTable(title=f"Plans in {dtype} on {gpu.name}")
     for heading in ("K → N", "rows", "plan", "from", "why"):
         table.add_column(heading, overflow="fold")
@@ -169,13 +171,8 @@ def plan_table(
             chosen = tables.choice(problem, device, gpu.name)
             plan = replace(chosen, reason="", entry=None)
             if plan != before:
-                fields = chosen.plan.as_dict()
-                form = fields.pop("form")
-                fields.pop("strategy")
-                own = " ".join(f"{name}={value}" for name, value in fields.items())
-                source = chosen.source if chosen.path is None else chosen.path.name
-                where = f"{chosen.source}: {source}" if chosen.path else source
-                table.add_row(f"{k} → {n}", f"{rows}…", f"{form} {own}", where, _why(chosen))
+                where = f"{chosen.source}: {chosen.path.name}" if chosen.path else chosen.source
+                table.add_row(f"{k} → {n}", f"{rows}…", plan_text(chosen.plan), where, _why(chosen))
             before = plan
     return table
 

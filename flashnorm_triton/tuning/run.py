@@ -15,7 +15,9 @@ from flashnorm_triton.tuning import sites, space
 from flashnorm_triton.tuning.build import Pool
 from flashnorm_triton.tuning.progress import Progress
 from flashnorm_triton.tuning.rig import Rig
-from flashnorm_triton.tuning.tuner import Report, Tuner, now
+from flashnorm_triton.tuning.tuner import Report, Tuner
+
+_ANY_DATE = "~"  # later than every date
 
 
 def tune(
@@ -63,7 +65,7 @@ def tune(
         place = Path(path) if path is not None else tables.user_path(rig.gpu)
         with only_tuner(place, rig.uuid):
             compiler = Pool(jobs or max(1, len(os.sched_getaffinity(0)) - 2))
-            since = force if isinstance(force, str) else now() if force else ""
+            since = force if isinstance(force, str) else _ANY_DATE if force else ""
             report = Tuner(rig, compiler, place, effort, progress, since).tune(problems)
     finally:
         rig.close()
