@@ -27,8 +27,11 @@ class Run:
     texts: Path
 
     def records(self, target: str | None = None) -> dict[tuple[str, str], dict[str, Any]]:
+        """All records, or those of one target that did compile, by name and target."""
         rows = self.report["records"]
-        return {(r["name"], r["target"]): r for r in rows if target in (None, r["target"])}
+        if target is not None:
+            rows = [r for r in rows if r["target"] == target and not r["error"]]
+        return {(r["name"], r["target"]): r for r in rows}
 
     def text(self, name: str, target: str = "sm90", kind: str = "ttgir") -> str:
         return (self.texts / f"{name}.{target}.{kind}").read_text()
