@@ -63,7 +63,7 @@ def test_candidates_are_few_fit_and_hold_the_incumbent_and_the_unfused_pair(devi
     for dtype in ("bfloat16", "float16", "float32"):
         for has_gain in (False, True):
             for n, k in SHAPES:
-                for m in ROWS:
+                for m in (1, 2, 4, 8, 32, 128, 512, 4096):
                     tma = k * limits.ELEMENT_BYTES[dtype] % 16 == 0
                     problem = Problem(dtype, m, n, k, has_gain=has_gain, tma=tma)
                     listed = space.candidates(problem, device, effort)

@@ -7,6 +7,7 @@ replay finds cold weights, as a layer of a model does.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -69,6 +70,8 @@ class Rig:
     cache. Raises NoGpuError where torch sees no GPU.
     """
 
+    place = "cuda"
+
     def __init__(self) -> None:
         require_gpu()
         index = torch.cuda.current_device()
@@ -93,6 +96,11 @@ class Rig:
 
     def open(self, problem: Problem) -> Bench:
         """A bench for one problem; the one before it is not to be used any more."""
+        free, total = torch.cuda.mem_get_info()
+        if free < total // 2:
+            # What ended graphs held stays in pools of their own until it is asked for, and a
+            # capture cannot ask.
+            torch.cuda.empty_cache()
         return Bench(self, problem)
 
     def alive(self) -> bool:
@@ -109,7 +117,7 @@ class Rig:
         buffer = self._buffers.get((role, dtype))
         if buffer is None or buffer.numel() < stride * count:
             self._buffers.pop((role, dtype), None)
-            buffer = torch.empty(stride * count, dtype=getattr(torch, dtype), device="cuda")
+            buffer = torch.empty(stride * count, dtype=getattr(torch, dtype), device=self.place)
             buffer.normal_(0.0, 1.0 if role == "x" else 0.02)
             self._buffers[role, dtype] = buffer
         return [
@@ -131,7 +139,8 @@ class Rig:
 
         knobs.compilation.listener = self._listener
         self._buffers.clear()
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # a lost context has nothing to give
+            torch.cuda.empty_cache()
 
 
 class Bench:
@@ -149,7 +158,7 @@ class Bench:
         self.bias = first.new_zeros(n) if problem.has_bias else None
         self.gain = first.new_ones(k) if problem.has_gain else None
         # As folded into the weights: columns of different size.
-        gains = 0.5 + torch.rand(k, device="cuda")
+        gains = 0.5 + torch.rand(k, device=first.device)
         self.case = validate.make_case(problem, (first * gains).to(first.dtype), EPS)
 
     def verify(self, plan: Plan, launches: int) -> validate.Verdict:
