@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,6 +58,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def compiled(units: tuple[str, ...]) -> Run:
     """Compile everything that `units` name for every target they claim."""
     folder = Path(tempfile.mkdtemp(prefix="flashnorm-aot-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     report = folder / "report.json"
     done = command("--json", str(report), "--texts", str(folder / "texts"), "--units", *units)
     assert report.exists(), f"no report:\n{done.stdout}\n{done.stderr}"

@@ -58,7 +58,7 @@ def test_register_spills_of_shipped_kernels(shipped, target, capsys):
     with capsys.disabled():
         most = max(row["registers"] for row in rows.values())
         print(f"\n{target}: {len(rows)} kernels, at most {most} registers, spills {spilled or 0}")
-    assert all(spill <= MOST_SPILLED[target] for spill in spilled.values())
+    assert not {name: spill for name, spill in spilled.items() if spill > MOST_SPILLED[target]}
 
 
 # The compiler front
