@@ -36,9 +36,13 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_demo_passes_and_draws(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
-    passed, text = go(tmp_path)
-    assert passed, text
-    assert torch.get_num_threads() == threads
+    torch.set_num_threads(3)
+    try:
+        passed, text = go(tmp_path)
+        assert passed, text
+        assert torch.get_num_threads() == 3, "the demo left its own thread count behind"
+    finally:
+        torch.set_num_threads(threads)
     picture = (tmp_path / "picture.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 20_000
     for part in ("q_proj, k_proj, v_proj", "gate_proj, up_proj", "held-out perplexity", "tokens/s"):
