@@ -22,6 +22,7 @@ class CompileUnit:
     `"constexpr"`, `"tensordesc<bf16[64, 128]>"` (with the layout's repr after a comma for Gluon).
     `constexprs` gives the value of every argument whose type is `"constexpr"`. `divisible_by_16`
     lists the indices, in that order, of arguments known to be multiples of 16 (pointers: bytes).
+    `max_registers` caps the registers of a thread (0: no cap).
     `targets` are those the kernel claims to support; the rest are refused with `UnsupportedTarget`.
 
     Raises ValueError, naming the unit, for a description that contradicts itself.
@@ -34,6 +35,7 @@ class CompileUnit:
     divisible_by_16: tuple[int, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int = 0
     gluon: bool = False
     targets: tuple[str, ...] = TARGETS
 

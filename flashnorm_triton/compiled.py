@@ -143,10 +143,16 @@ class Kernel:
         aligned = tuple(
             i for i, (a, kind) in enumerate(signature.items()) if kind[0] == "*" or a == "stride_xm"
         )
-        options = {key: value for key, value in self.options.items() if key != "maxnreg"}
-        gluon = self.fn.is_gluon()
         return CompileUnit(
-            name, self.fn, signature, constants, aligned, gluon=gluon, targets=targets, **options
+            name,
+            self.fn,
+            signature,
+            constants,
+            aligned,
+            num_warps=self.options["num_warps"],
+            max_registers=self.options.get("maxnreg", 0),
+            gluon=self.fn.is_gluon(),
+            targets=targets,
         )
 
 

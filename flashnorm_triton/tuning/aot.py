@@ -169,7 +169,11 @@ def compile_unit(unit: CompileUnit, target: str) -> Compiled:
                 {(i,): [["tt.divisibility", 16]] for i in unit.divisible_by_16},
             ),
             target=GPUTarget(*_GPU[target]),
-            options={"num_warps": unit.num_warps, "num_stages": unit.num_stages},
+            options={
+                "num_warps": unit.num_warps,
+                "num_stages": unit.num_stages,
+                **({"maxnreg": unit.max_registers} if unit.max_registers else {}),
+            },
         )
         if target.startswith("sm"):
             assembly = kernel.asm["ptx"]
