@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ class Block(nn.Module):
         self.up, self.gate = nn.Linear(24, 40), nn.Linear(24, 40)
         self.down = nn.Linear(40, 24)
 
-    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+    def forward(self, x: Tensor) -> Any:
         residual, y = x, self.norm(x)
         match self.variant:
             case "residual":
@@ -201,7 +202,9 @@ class Block(nn.Module):
         if self.variant == "strided":
             up = up.view(up.shape[0], -1).view(*x.shape[:-1], -1)
         out = residual + self.down(F.silu(gate) * up)
-        return {"out": out, "normed": y} if self.variant == "returned" else out
+        if self.variant == "returned":
+            return {"out": out, "normed": y}
+        return (out, y) if self.variant == "returned beside" else out
 
 
 VARIANTS = {
@@ -219,6 +222,7 @@ VARIANTS = {
     "conditional": "does not go to the same linears at every call",
     "strided": "with packed outputs the model fails or returns other shapes",
     "returned": "also returned as normed by Block",
+    "returned beside": "also an output of the model",
 }
 
 

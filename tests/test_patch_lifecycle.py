@@ -126,19 +126,37 @@ def test_load_state_dict_into_a_patched_model(fold: bool, assign: bool) -> None:
     assert _same(_values(model), values) and torch.equal(_logits(model), expected)
 
 
+@FOLDS
+def test_loading_a_single_linear(fold: bool) -> None:
+    model, other = tiny_model("qwen2"), tiny_model("qwen2", seed=5)
+    one = {k: v for k, v in other.state_dict().items() if "layers.0.self_attn.k_proj" in k}
+    reference = copy.deepcopy(model)
+    reference.load_state_dict(one, strict=False)
+    fn.patch(model, fold=fold)
+    model.load_state_dict(one, strict=False)
+    assert len(one) == 2 and _same(_values(model), _values(reference))
+    torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-4, atol=1e-4)
+
+
 def _copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
 
+def _assert_written_once(data: bytes, model: nn.Module) -> None:
+    """The packed weights and, for a folded model, the stock weights: and nothing a second time."""
+    assert len(data) < 2.2 * sum(p.nbytes for p in model.parameters())
+
+
 def _pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))
+    data = pickle.dumps(model)
+    _assert_written_once(data, model)
+    return pickle.loads(data)
 
 
 def _torch_saved(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
-    # Nothing is written twice: the weights, and for a folded model the stock weights, and no more.
-    assert len(file.getvalue()) < 2.2 * sum(p.nbytes for p in model.parameters())
+    _assert_written_once(file.getvalue(), model)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
@@ -203,12 +221,42 @@ def test_moving_part_of_a_model_and_then_all_of_it() -> None:
     torch.testing.assert_close(_logits(model), logits, rtol=1e-4, atol=1e-4)
 
 
+@FOLDS
+def test_packed_tensors_are_moved_once_however_many_modules_share_them(fold: bool) -> None:
+    model = tiny_model("qwen2")
+    handle = fn.patch(model, fold=fold)
+    moved: list[int] = []
+
+    def move(tensor: Tensor) -> Tensor:
+        moved.append(tensor.data_ptr())
+        return tensor.clone()
+
+    for _ in range(2):
+        moved.clear()
+        packed = {module.get_buffer("packed_weight").data_ptr() for module in _fused(model)}
+        biases = {view["bias"].data_ptr() for m in _fused(model) for view in m.site.views
+                  if view.get("bias") is not None}  # fmt: skip
+        model._apply(move)
+        assert all(moved.count(pointer) == 1 for pointer in packed) and len(packed) == 4
+        assert len(biases & set(moved)) == 2
+        _assert_aliased(model)
+    # The norm alone, then the linears alone: each time the shared tensors follow.
+    layer = model.model.layers[0]
+    layer.input_layernorm.double()
+    layer.self_attn.half()
+    assert layer.self_attn.q_proj.weight.dtype == torch.float16
+    _assert_aliased(model)
+    handle.revert()
+
+
 def test_to_empty_and_reload() -> None:
     model = tiny_model("llama")
     values, logits = _values(model), _logits(model)
     fn.patch(model)
     model.to("meta")
     assert all(p.is_meta for p in model.parameters())
+    with torch.no_grad():
+        assert model(token_ids().to("meta")).logits.shape == logits.shape
     model.to_empty(device="cpu")
     model.load_state_dict(values)
     model.model.rotary_emb = tiny_model("llama").model.rotary_emb

@@ -158,14 +158,21 @@ def test_a_slice_given_something_else_says_so() -> None:
 def test_autocast_and_inference_mode(device: torch.device) -> None:
     model, ids = tiny_model("qwen2").to(device), token_ids(4, 33).to(device)
     exact = _logits(copy.deepcopy(model).double(), ids)
+    layer, x = model.model.layers[0], torch.randn(3, 64, device=device)
+
+    def projected() -> Tensor:
+        return layer.self_attn.q_proj(layer.input_layernorm(x))
+
     with torch.autocast(device.type, torch.bfloat16):
         stock = _logits(model, ids)
+        assert projected().dtype == torch.bfloat16
     with torch.inference_mode():
         handle = fn.patch(model)
         plain = model(ids).logits
     assert _error(plain, exact) < 1e-6
     with torch.autocast(device.type, torch.bfloat16):
         ours = _logits(model, ids)
+        assert projected().dtype == torch.bfloat16
     assert ours.dtype == stock.dtype == torch.bfloat16
     assert _error(ours, exact) < 1.25 * _error(stock, exact)
     assert not any(parameter.is_inference() for parameter in model.parameters())

@@ -133,7 +133,7 @@ class PackedSite:
             self.norm._parameters["weight"] = self.gain
             if self._gain_learns:
                 self.gain.requires_grad_(True)
-        target = weight[:0]
+        target = weight.new_empty(0)  # says device and dtype without keeping the packed memory
         del weight
         for linear, view in zip(self.linears, self.views, strict=True):
             for key, parameter in view.items():

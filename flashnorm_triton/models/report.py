@@ -88,6 +88,7 @@ class AuditReport:
 
     def table(self) -> Table:
         """A rich table, one row for all the layers that are alike."""
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(title=self.summary())
@@ -103,7 +104,7 @@ class AuditReport:
                 "" if site.eps is None else f"{site.eps:g}",
                 feeds,
                 f"[green]{site.decision}[/green]" if site.decision == "fuse" else site.decision,
-                _starred(site.reason) if len(group) > 1 else site.reason,
+                escape(_starred(site.reason) if len(group) > 1 else site.reason),
             )
         return table
 

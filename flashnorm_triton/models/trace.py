@@ -95,10 +95,10 @@ class Tracer:
         """Trace the stock model in evaluation and in training mode (dropout, jitter)."""
         trace = self.trace
         try:
-            self._run(training=True)
+            self._run(training=True, decode=False)
             for flow in trace.flows.values():
                 flow.calls, flow.consumers = 0, {}
-            self._run(training=False)
+            self._run(training=False, decode=True)
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:200]
             trace.failure = (
@@ -118,7 +118,7 @@ class Tracer:
             self._columns.update(site.columns)
         self._expected, self._log, self.failed_at = self._log, [], None
         try:
-            self._run(training=False)
+            self._run(training=False, decode=False)
         except Exception:
             return self.failed_at or ""
         finally:
@@ -126,7 +126,7 @@ class Tracer:
             self._packed, self._columns = {}, {}
         return None
 
-    def _run(self, training: bool) -> None:
+    def _run(self, training: bool, decode: bool) -> None:
         self._shadow.train(training)
         self._log, self.failed_at = [], None
         self._stack.clear()
@@ -139,10 +139,11 @@ class Tracer:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             for device_type in ("cpu", "cuda"):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-            stack.enter_context(torch.device("cpu"))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
             stack.enter_context(self._fakes)
             stack.enter_context(follower)
-            run_once(self._shadow, self._example_inputs, self._returned, decode=not training)
+            run_once(self._shadow, self._example_inputs, self._returned, decode)
         for tag in {id(tag): tag for _, tag in follower.tags.values()}.values():
             tag.flow.call_sets.add(frozenset(tag.consumers))
 
@@ -223,7 +224,7 @@ class Tracer:
         for tag in tags:
             tag.flow.obstruct(f"its output goes into another norm, {self._follower.where()}")
         if len(args) != 1 or kwargs:
-            flow.obstruct("its forward is given more than one positional tensor")
+            flow.obstruct("it is not called with one positional argument")
         with follower.looking_away():
             output = forward(*args, **kwargs)
         flow.calls += 1
