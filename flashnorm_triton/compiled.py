@@ -7,14 +7,17 @@ of shapes, dtypes and pointer alignments, since a compiled kernel holds for thos
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashnorm_triton.compile_unit import TARGETS, CompileUnit
 from flashnorm_triton.runtime import interpreting
 
 TRITON_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_thread = threading.local()
 _POINTER = {"s_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
 
 
@@ -83,6 +86,11 @@ class Kernel:
                 self.fn[grid](*_real(args), **self.constants)
                 return
             self._compile(grid, args)
+        if self.descriptors and not hasattr(_thread, "has_context"):
+            # Triton encodes descriptors with a driver call that needs this thread to have a CUDA
+            # context, and a new thread has none before its first call of the runtime.
+            torch.cuda.mem_get_info(device)
+            _thread.has_context = True
         if self._hooks.calls:
             # A profiler listens to Triton's launches: go the way that tells it about them.
             self.fn[grid](*_real(args), **self.constants, **self.options)
