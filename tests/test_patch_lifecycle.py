@@ -136,6 +136,12 @@ def test_loading_a_single_linear(fold: bool) -> None:
     model.load_state_dict(one, strict=False)
     assert len(one) == 2 and _same(_values(model), _values(reference))
     torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-4, atol=1e-4)
+    for m in (model, reference):
+        m.model.layers[1].mlp.up_proj.load_state_dict(
+            other.model.layers[1].mlp.up_proj.state_dict()
+        )
+    assert _same(_values(model), _values(reference))
+    torch.testing.assert_close(_logits(model), _logits(reference), rtol=1e-4, atol=1e-4)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -346,14 +352,18 @@ class _Block(nn.Module):
 
 def test_modules_shared_by_layers_stay_shared() -> None:
     block, x = _Block(), torch.randn(3, 24)
-    model = nn.Sequential(block, block, _Block()).eval()
+    third = _Block()
+    third.norm, third.up = block.norm, block.up
+    model = nn.Sequential(block, block, third, _Block()).eval()
     expected = model(x)
     identity = _identity(model)
     handle = fn.patch(model, example_inputs=(x,))
     assert len(handle.report.fused) == 2 and model[0] is model[1]
+    assert third.norm is block.norm and third.up is block.up and len(_fused(model)) == 2
     torch.testing.assert_close(model(x), expected)
     handle.revert()
     assert _identity(model) == identity and torch.equal(model(x), expected)
+    assert third.norm is block.norm and type(third.up) is nn.Linear
 
 
 @pytest.mark.gpu
