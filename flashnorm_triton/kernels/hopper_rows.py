@@ -108,7 +108,7 @@ def _consume(
         first_n = block_n * BLOCK_N
         if SQUARES == "own":
             total = gl.convert_layout(gl.sum(squares, axis=1), gl.SliceLayout(1, acc_layout))
-            s = gl.rsqrt(total / K + eps)
+            s = gl.div_rn(1.0, gl.sqrt_rn(total / K + eps))
         else:
             rows = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
             s = gl.load(s_ptr + rows, mask=rows < M, other=0.0)

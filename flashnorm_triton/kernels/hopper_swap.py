@@ -117,7 +117,7 @@ def _finish(
     """Scale, add the bias, round once, store: acc (BLOCK_N, BLOCK_M), total (BLOCK_M)."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_M: gl.constexpr = acc.shape[1]
-    s = gl.rsqrt(total / K + eps)
+    s = gl.div_rn(1.0, gl.sqrt_rn(total / K + eps))
     # Consecutive threads hold consecutive columns of y.
     y_layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     out = gl.convert_layout(acc * s[None, :], y_layout)
