@@ -17,6 +17,7 @@ _HOME_OF = {
     "patch": "flashnorm_triton.models",
     "patched": "flashnorm_triton.models",
     "audit": "flashnorm_triton.models",
+    "tune": "flashnorm_triton.tuning.run",
 }
 
 __all__ = ["__version__", *_HOME_OF]

@@ -1,4 +1,4 @@
-"""The command line: ``flashnorm demo | audit | info``."""
+"""The command line: ``flashnorm demo | audit | tune | info``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from flashnorm_triton.tuning.command import tune
 
 app = typer.Typer(
     name="flashnorm",
@@ -119,14 +121,18 @@ def _skeleton(model: str) -> Any:
         raise _stop(f"{model!r} is not a causal language model: {first}") from error
 
 
+app.command()(tune)
+
+
 @app.command()
 def info() -> None:
     """Print the device, the versions, and which plans norm_linear uses here, and why."""
     import torch
     from rich.console import Console
-    from rich.table import Table
 
-    from flashnorm_triton import __version__, plans, runtime
+    from flashnorm_triton import __version__, runtime
+    from flashnorm_triton.tables import Gpu
+    from flashnorm_triton.tuning.command import plan_table, table_lines
 
     console = Console()
     console.print(f"flashnorm_triton {__version__} on Python {platform.python_version()}")
@@ -135,26 +141,21 @@ def info() -> None:
             console.print(f"  {name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             console.print(f"  {name} is not installed")
-    if torch.cuda.is_available():
-        facts = runtime.device_facts(torch.cuda.current_device())
-        console.print(f"GPU: {torch.cuda.get_device_name()}, {facts.sm_count} multiprocessors")
-    else:
-        facts = plans.Device("cpu")
+    if not torch.cuda.is_available():
         console.print(f"GPU: none that torch can use; CPU threads: {os.cpu_count()}")
     reason = runtime.triton_unavailable()
-    console.print("Triton kernels: " + (f"not used, {reason}" if reason else "used"))
-
-    served = plans.Device("cpu") if reason else facts
-    table = Table(title="Built-in plans for 2048 → 3072 in bf16 on this machine")
-    for heading in ("rows", "strategy", "form", "parameters"):
-        table.add_column(heading)
-    for m in (1, 4, 16, 64, 256, 1024, 4096):
-        plan = plans.choose(plans.Problem("bfloat16", m, 3072, 2048), served)
-        fields = plan.as_dict()
-        strategy, form = fields.pop("strategy"), fields.pop("form")
-        own = ", ".join(f"{key} {value}" for key, value in fields.items())
-        table.add_row(str(m), str(strategy), str(form), own)
-    console.print(table)
+    if reason:
+        console.print(f"Triton kernels: not used, {reason}")
+        console.print("norm_linear runs in plain torch at every size")
+        return
+    index = torch.cuda.current_device()
+    facts = runtime.device_facts(index)
+    gpu = Gpu(torch.cuda.get_device_name(index), facts.sm_count, facts.capability)
+    console.print(f"GPU: {gpu.name}, {gpu.sm_count} multiprocessors")
+    console.print("Triton kernels: used")
+    for line in table_lines(gpu):
+        console.print(f"  {line}", soft_wrap=True)
+    console.print(plan_table(gpu, facts, [(2048, 3072), (2048, 16384)]))
 
 
 if __name__ == "__main__":

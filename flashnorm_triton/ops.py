@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from flashnorm_triton import launch, plans, reference, runtime
+from flashnorm_triton import launch, plans, reference, runtime, tables
 from flashnorm_triton.checks import check_norm_linear, check_rms_norm
 from flashnorm_triton.plans import Plan, Problem
 
@@ -236,7 +236,8 @@ def _plan_for(x: Tensor, problem: Problem) -> Plan:
     if reason is not None:
         warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
         return plans.TORCH
-    return plans.choose(problem, runtime.device_facts(x.get_device()))
+    index = x.get_device()
+    return tables.lookup(problem, runtime.device_facts(index), torch.cuda.get_device_name(index))
 
 
 def _family(

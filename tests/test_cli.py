@@ -32,7 +32,7 @@ def test_help_names_every_command_and_stays_light() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert all(command in done.stdout for command in ("demo", "audit", "info"))
+    assert all(command in done.stdout for command in ("demo", "audit", "tune", "info"))
 
 
 def test_version() -> None:
@@ -122,8 +122,11 @@ def test_audit_errors_name_the_value_and_the_remedy(
 def test_info_says_what_runs_here() -> None:
     done = call("info")
     assert done.exit_code == 0, done.output
-    for words in (__version__, "torch", "Triton kernels:", "Built-in plans"):
+    for words in (__version__, "torch", "Triton kernels:"):
         assert words in done.output
+    assert ("norm_linear runs in plain torch" in done.output) != (
+        "Plans in bfloat16" in done.output
+    )
 
 
 @pytest.mark.gpu

@@ -46,7 +46,6 @@ _METADATA = {
     Tensor.is_contiguous,
     Tensor.is_inference,
     Tensor.ndimension,
-    Tensor.is_floating_point,
     torch.is_floating_point,
     torch.is_complex,
     torch.is_grad_enabled,

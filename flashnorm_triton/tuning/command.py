@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashnorm_triton import results, tables
+from flashnorm_triton import tables
 from flashnorm_triton.plans import Device, Problem
 from flashnorm_triton.tables import Gpu, Table
 
@@ -144,7 +144,9 @@ def _line(source: str, path: Path, table: Table | Exception) -> str:
         return f"{whose}: {path}: not used, {table}"
     dates = sorted(entry.run.date[:10] for entry in table.entries.values())
     when = f", {dates[0]} to {dates[-1]}" if dates else ""
-    here = results.kernel_hash()
+    from flashnorm_triton.results import kernel_hash  # imports torch, which --help must not
+
+    here = kernel_hash()
     stale = sum(entry.run.kernel_hash != here for entry in table.entries.values())
     old = f"; {stale} cells stale (tuned with other kernel sources)" if stale else ""
     return f"{whose}: {path}: {table.gpu.name}, {len(table.entries)} cells{when}{old}"
