@@ -307,7 +307,7 @@ def _for_writing(path: Path, gpu: Gpu) -> Table:
             f"{path.name}.{'newer' if isinstance(error, NewerSchema) else 'bad'}"
         )
         os.replace(path, aside)
-        _warn(path, f"{error}; set aside as {aside.name}")
+        _warn(aside, f"{error}; set aside as {aside.name}")
         return Table(gpu)
 
 

@@ -117,7 +117,7 @@ def test_order_user_then_shipped_then_capability_then_heuristic(user_file):
     made = {
         "user": (user_file, table_of(plan=variant(3))),
         "shipped": (tables.SHIPPED / "nvidia_h200.json", table_of(plan=variant(4))),
-        "h100": (tables.SHIPPED / "a_h100.json", table_of(h100, variant(5))),
+        "h100": (tables.SHIPPED / "z_h100.json", table_of(h100, variant(5))),
         "h800": (tables.SHIPPED / "a_h800.json", table_of(h800, variant(6))),
         "a100": (tables.SHIPPED / "a_a100.json", table_of(a100, variant(2))),
     }
@@ -210,6 +210,8 @@ def broken(kind: str) -> str:
     data = json.loads(text)
     if kind == "newer schema":
         return json.dumps({**data, "schema": 2, "entries": "as tables will be"})
+    if kind == "older schema":
+        return json.dumps({**data, "schema": 0})
     if kind == "foreign gpu":
         return tables.dump(table_of(Gpu("NVIDIA A100", 108, 80)))
     if kind == "other multiprocessors":
@@ -218,7 +220,7 @@ def broken(kind: str) -> str:
         data["entries"][0]["us"] = "fast"
         return json.dumps(data)
     if kind == "no such run":
-        data["entries"][0]["run"] = 7
+        data["entries"][0]["run"] = -1
         return json.dumps(data)
     return {
         "truncated": text[: len(text) // 2],
@@ -232,7 +234,7 @@ def broken(kind: str) -> str:
 
 KINDS = (
     "truncated", "empty", "not json", "not an object", "no schema", "deep", "wrong types",
-    "no such run", "newer schema", "foreign gpu", "other multiprocessors",
+    "no such run", "older schema", "newer schema", "foreign gpu", "other multiprocessors",
 )  # fmt: skip
 
 
@@ -270,6 +272,10 @@ def test_bytes_that_are_no_text(user_file):
     user_file.parent.mkdir(parents=True)
     user_file.write_bytes(b"\xff\xfe\x00plans")
     assert looked_up().source == "heuristic"
+    messages = warned(lambda: tables.merge(user_file, H200, {KEY: entry()}))
+    assert len(messages) == 1 and "set aside" in messages[0]
+    tables.forget()
+    assert looked_up().plan == TUNED
 
 
 def test_a_folder_in_the_place_of_the_file(user_file):
@@ -307,6 +313,8 @@ def test_whatever_goes_wrong_a_forward_gets_a_plan(monkeypatch):
         raise ZeroDivisionError("a defect of ours")
 
     monkeypatch.setattr(tables, "survey", defect)
+    assert len(warned(lambda: [tables.lookup(PROBLEM, DEVICE, H200.name) for _ in range(3)])) == 1
+    tables.forget()
     found = looked_up()
     assert found.plan == plans.choose(PROBLEM, DEVICE) and "ZeroDivisionError" in found.reason
 

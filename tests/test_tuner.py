@@ -350,18 +350,23 @@ def test_a_disk_that_stays_full_is_told_at_the_end(path, monkeypatch):
 
 
 def test_two_tuners_of_different_gpus_of_one_kind_fill_one_table(path):
-    """Cells that the other run stored meanwhile stay."""
+    """What the other run stores meanwhile stays, also where this run had stored the cell before."""
     first = FakeMachine(costs(fast=9.0))
     opened = first.open
 
     def meanwhile(problem):
+        first.now += 1.0
         if problem.m == 4:
-            make(path, FakeMachine(costs())).tune([replace(PROBLEM, n=6144)])
+            other = (replace(PROBLEM, n=6144), PROBLEMS[0])
+            make(path, FakeMachine(costs(other=5.0)), since="~").tune(other)
         return opened(problem)
 
     first.open = meanwhile
     make(path, first).tune(PROBLEMS)
-    assert len(tables.read(path).entries) == 6
+    entries = tables.read(path).entries
+    assert len(entries) == 6
+    assert entries[tables.key_of(PROBLEMS[0])].plan == OTHER
+    assert entries[tables.key_of(PROBLEMS[1])].plan == FAST
 
 
 def test_one_gpu_has_one_tuner(path):

@@ -113,6 +113,32 @@ def test_one_wrong_value_is_found_by_the_largest_error():
     assert "largest error" in found.reason and found.rel_err < 1.25 * found.rel_err_stock
 
 
+def test_many_small_errors_are_found_by_the_norm():
+    """None larger than the stock modules' largest, but in every value."""
+    case = case_of(m=64)
+
+    def run(x):
+        y = right(case)(x)
+        bound = 0.8 * case.stock[1] * y.float().abs().amax(1, keepdim=True)
+        return y + (bound * torch.randn_like(y).sign()).to(y.dtype)
+
+    assert "relative error" in validate.check(case, run, launches=2).reason
+
+
+def test_an_error_in_a_zero_row_is_found():
+    case = case_of(m=64)
+    zero = (torch.cat(case.parts) == 0).all(1).nonzero().item()
+
+    def run(x):
+        y = right(case)(x)
+        empty = (x == 0).all(1)
+        y[empty] = 1e-6
+        return y
+
+    assert zero in case.rows
+    assert "largest error" in validate.check(case, run, launches=2).reason
+
+
 def test_what_is_not_written_is_found():
     case = case_of(m=16)
 
