@@ -49,8 +49,8 @@ class _Effort:
 
 
 _EFFORT = {
-    "quick": _Effort((7, 3, 0.25), (15, 5, 0.4), 100.0, validate.LAUNCHES["quick"]),
-    "full": _Effort((11, 5, 0.6), (41, 11, 1.5), 250.0, validate.LAUNCHES["full"]),
+    "quick": _Effort((7, 3, 0.25), (15, 5, 0.4), 200.0, validate.LAUNCHES["quick"]),
+    "full": _Effort((11, 5, 0.6), (41, 11, 1.5), 400.0, validate.LAUNCHES["full"]),
 }
 
 
