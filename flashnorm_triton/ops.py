@@ -8,7 +8,7 @@ export) goes through ``torch.ops.flashnorm``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -166,8 +166,51 @@ def _norm_linear(
     run = _ready.get(key)
     if run is None:
         check_norm_linear(x, weight, eps, bias, gain)
-        run = _keep(key, _prepare(x, weight, eps, bias, gain, plan))
+        return _first_call(key, x, weight, eps, bias, gain, plan)
     return run(x, weight, bias, gain)
+
+
+def _first_call(
+    key: tuple,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    plan: Plan | None,
+) -> Tensor:
+    """Prepare a call, make it, and keep what ran it.
+
+    Unless a plan was asked for by name, one that cannot be built or launched here (a table's plan
+    under another Triton, a compiler's fault) gives way to the heuristic's and then to the unfused
+    pair, with one warning; running out of memory is the caller's affair.
+    """
+    for candidate in (plan,) if plan is not None else _candidates(x, weight, bias, gain):
+        try:
+            run = _prepare(x, weight, eps, bias, gain, candidate)
+            y = run(x, weight, bias, gain)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if plan is not None or candidate == plans.TORCH:
+                raise
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+            warnings.warn(
+                f"flashnorm_triton: plan {candidate.strategy}/{candidate.form} failed for K = "
+                f"{weight.shape[1]}, N = {weight.shape[0]} ({type(error).__name__}: {reason}); "
+                "falling back",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            _keep(key, run)
+            return y
+    raise AssertionError("the torch plan neither ran nor raised")
+
+
+def forget_plans() -> None:
+    """Choose plans anew at the next calls: after tuning, or when tables were changed."""
+    _ready.clear()
 
 
 def _traits(vector: Tensor) -> tuple:
@@ -190,18 +233,17 @@ def _prepare(
     eps: float,
     bias: Tensor | None,
     gain: Tensor | None,
-    plan: Plan | None,
+    plan: Plan,
 ) -> Callable[..., Tensor]:
-    """What runs calls like this one: callable(x, weight, bias, gain)."""
+    """What runs calls like this one with a plan: callable(x, weight, bias, gain)."""
     if x.numel() == 0 or weight.shape[0] == 0:
         shape = (*x.shape[:-1], weight.shape[0])
         return lambda x, weight, bias, gain: x.new_empty(shape)
+    if plan == plans.TORCH:
+        return lambda x, weight, bias, gain: reference.norm_linear(x, weight, eps, bias, gain)
     matrix = _matrix(x)
     geometry = launch.Geometry(matrix.shape[0], matrix.stride(0), x.shape[:-1], x.get_device())
     problem = _problem(matrix, weight, bias, gain)
-    plan = _plan_for(x, problem) if plan is None else plan
-    if plan == plans.TORCH:
-        return lambda x, weight, bias, gain: reference.norm_linear(x, weight, eps, bias, gain)
     family = _family(plan, problem, matrix, weight, _contiguous(bias), _contiguous(gain))
     return _around(family.bind(geometry, eps), x, bias, gain)
 
@@ -229,15 +271,21 @@ def _problem(matrix: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor |
     )
 
 
-def _plan_for(x: Tensor, problem: Problem) -> Plan:
-    if not x.is_cuda:
-        return plans.TORCH
-    reason = runtime.triton_unavailable()
-    if reason is not None:
-        warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
-        return plans.TORCH
-    index = x.get_device()
-    return tables.lookup(problem, runtime.device_facts(index), torch.cuda.get_device_name(index))
+def _candidates(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor | None
+) -> Iterator[Plan]:
+    """The plans to try for a call, the best first; plain torch is the last resort."""
+    if x.is_cuda and x.numel() and weight.shape[0]:
+        reason = runtime.triton_unavailable()
+        if reason is None:
+            problem = _problem(_matrix(x), weight, bias, gain)
+            index = x.get_device()
+            facts = runtime.device_facts(index)
+            chosen = tables.lookup(problem, facts, torch.cuda.get_device_name(index))
+            yield from dict.fromkeys((chosen, plans.choose(problem, facts), plans.UNFUSED))
+        else:
+            warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
+    yield plans.TORCH
 
 
 def _family(

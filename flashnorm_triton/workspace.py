@@ -44,6 +44,7 @@ def parts(like: Tensor, count: int) -> Tensor:
 
 def _take(device: int, count: int) -> Tensor:
     """The next ``count`` unused counters. A block is never given back: 4 MiB serve a model."""
+    count = -(-count // 4) * 4  # 16 bytes, the alignment that a compiled kernel takes for granted
     with _lock:
         block, used = _blocks.get(device, (None, 0))
         if block is None or used + count > _BLOCK:

@@ -85,7 +85,7 @@ def _use_new_plans() -> None:
     from flashnorm_triton import ops
 
     tables.forget()
-    ops._ready.clear()  # problems that were prepared with the plans of before
+    ops.forget_plans()
 
 
 @contextlib.contextmanager
