@@ -21,6 +21,8 @@ def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None, same_dtype: bool 
         raise ValueError(
             f"x has shape {tuple(x.shape)}; its last dimension must hold K >= 1 values"
         )
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)):
+        raise TypeError(f"eps is {eps!r}; it must be a Python number (a usual value is 1e-6)")
     if not (math.isfinite(eps) and eps > 0):
         raise ValueError(f"eps is {eps}; it must be positive and finite (a usual value is 1e-6)")
     if gain is not None:

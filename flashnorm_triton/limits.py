@@ -31,6 +31,8 @@ _MOST = {
     "num_warps": 16, "num_stages": 16, "group_m": 1024, "max_registers": 255, "in_flight": 1,
     "split_k": 64,
 }  # fmt: skip
+_MOST_GRID_Y = 65_535
+MOST_SPLIT_TILES = 1 << 12
 _MAY_BE_ZERO = ("max_registers", "in_flight")
 
 
@@ -130,8 +132,22 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
         return "it needs Hopper and a Triton whose Gluon drives it"
     if plan.form == "hopper_rows" and problem.n % 8:
         return f"it writes rows of 16 bytes, and N is {problem.n}"
-    if plan.form == "tiles" and problem.has_gain and problem.dtype == "float16":
-        return "x * gain could overflow float16 before the division"
+    if plan.form == "hopper_rows" and plan.block_m != 128:
+        return f"its rows are two groups of 64, not {plan.block_m}"
+    if plan.form == "hopper_swap" and (plan.block_n % 64 or plan.num_warps != 4):
+        return "its consumer is one group of 4 warps and 64 weights, or more of them"
+    if plan.form == "tiles":
+        if problem.dtype not in ("bfloat16", "float16"):
+            return f"it does not take {problem.dtype}"
+        if problem.has_gain and problem.dtype == "float16":
+            return "x * gain could overflow float16 before the division"
+        if plan.squares == "shared" and plan.block_m >= 64 and device.capability == 90:
+            return "one load of x for the product and the squares races on Hopper from 64 rows on"
+    down, across = -(-problem.m // plan.block_m), -(-problem.n // plan.block_n)
+    if plan.form in ("gemv", "hopper_swap") and down > _MOST_GRID_Y:
+        return f"{problem.m} rows are {down} blocks, {_MOST_GRID_Y} can be launched"
+    if plan.split_k > 1 and down * across > MOST_SPLIT_TILES:
+        return f"{down * across} tiles share K, {MOST_SPLIT_TILES} have counters"
     if (needs := shared_bytes(plan, problem.dtype)) > shared_limit(device):
         return f"it needs {needs} bytes of shared memory, {shared_limit(device)} are there"
     return None

@@ -19,12 +19,14 @@ from torch.nn import Parameter
 
 from flashnorm_triton import launch, plans, reference, runtime, tables
 from flashnorm_triton.checks import check_norm_linear, check_rms_norm
+from flashnorm_triton.limits import unfit
 from flashnorm_triton.plans import Plan, Problem
 
 _PLAIN = (Tensor, Parameter)
 _READY_MOST = 4096
 _ready: dict[tuple, Callable[..., Tensor]] = {}
 _families: dict[tuple, Any] = {}
+_failed: set[tuple] = set()
 
 
 def norm_linear(
@@ -49,7 +51,8 @@ def norm_linear(
         bias: (N,), same dtype; added after the scale.
         gain: (K,), same dtype or float32; multiplies the normalised x. A ``1 + w`` norm passes
             1 + w.
-        plan: runs this plan rather than the chosen one, without gradients; for tests and tuning.
+        plan: runs this plan rather than the chosen one, without gradients and regardless of
+            autocast; for tests and tuning.
 
     Returns:
         (..., N) in x's dtype, contiguous. Products and sums in fp32, rounded once (float64 stays
@@ -60,13 +63,13 @@ def norm_linear(
         TypeError: a dtype that is not supported, or dtypes that differ.
         ValueError: shapes, devices, strides or an eps that do not fit; the message names them.
     """
+    if plan is not None:
+        _check_forced(plan, x, weight, bias, gain)
+        return _norm_linear(x, weight, eps, bias, gain, plan)
     if _autocasting(x):
         check_norm_linear(x, weight, eps, bias, gain, same_dtype=False)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return torch.nn.functional.linear(reference.rms_norm(wide, eps, gain), weight, bias)
-    if plan is not None:
-        _check_forced(plan, x, weight, bias, gain)
-        return _norm_linear(x, weight, eps, bias, gain, plan)
     if _plain_eager(x, weight, bias, gain):
         return _norm_linear(x, weight, eps, bias, gain)
     if _forward_mode():
@@ -112,6 +115,11 @@ def _check_forced(
             f"plan {plan.form!r} needs a GPU, but x is on {x.device}; on a CPU use "
             "TRITON_INTERPRET=1 (set before the first import) or no plan"
         )
+    if x.is_cuda and x.dim() and weight.dim() == 2 and x.numel() and weight.dtype == x.dtype:
+        problem = _problem(_matrix(x), weight, bias, gain)
+        obstacle = unfit(plan, problem, runtime.device_facts(x.get_device()))
+        if obstacle is not None:
+            raise ValueError(f"plan {plan.strategy}/{plan.form} cannot run this call: {obstacle}")
     if x.dtype == torch.float64:
         raise TypeError(f"plan {plan.form!r} computes in fp32, but x is float64: use no plan")
     operands = (x, weight, bias, gain)
@@ -127,6 +135,8 @@ def _plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level():
+        return False
+    if torch._C._get_tracing_state() is not None:
         return False
     if forward_ad._current_level >= 0:
         return False
@@ -194,6 +204,7 @@ def _first_call(
         except Exception as error:
             if plan is not None or candidate == plans.TORCH:
                 raise
+            _failed.add(_failure(candidate, x, weight))
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
             warnings.warn(
                 f"flashnorm_triton: plan {candidate.strategy}/{candidate.form} failed for K = "
@@ -208,9 +219,15 @@ def _first_call(
     raise AssertionError("the torch plan neither ran nor raised")
 
 
+def _failure(plan: Plan, x: Tensor, weight: Tensor) -> tuple:
+    """What a failed plan is remembered by: another row count must not pay for it again."""
+    return plan, x.dtype, weight.shape, x.get_device()
+
+
 def forget_plans() -> None:
     """Choose plans anew at the next calls: after tuning, or when tables were changed."""
     _ready.clear()
+    _failed.clear()
 
 
 def _traits(vector: Tensor) -> tuple:
@@ -236,6 +253,8 @@ def _prepare(
     plan: Plan,
 ) -> Callable[..., Tensor]:
     """What runs calls like this one with a plan: callable(x, weight, bias, gain)."""
+    # Triton would compile an int eps as a type, or a constant, of its own.
+    eps = float(eps)
     if x.numel() == 0 or weight.shape[0] == 0:
         shape = (*x.shape[:-1], weight.shape[0])
         return lambda x, weight, bias, gain: x.new_empty(shape)
@@ -282,7 +301,9 @@ def _candidates(
             index = x.get_device()
             facts = runtime.device_facts(index)
             chosen = tables.lookup(problem, facts, torch.cuda.get_device_name(index))
-            yield from dict.fromkeys((chosen, plans.choose(problem, facts), plans.UNFUSED))
+            for plan in dict.fromkeys((chosen, plans.choose(problem, facts), plans.UNFUSED)):
+                if _failure(plan, x, weight) not in _failed:
+                    yield plan
         else:
             warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
     yield plans.TORCH
@@ -359,6 +380,7 @@ def _rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
 
 
 def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..., Tensor]:
+    eps = float(eps)  # as in _prepare
     on_gpu = x.is_cuda and x.dtype != torch.float64 and runtime.triton_available()
     if not on_gpu or x.numel() == 0:
         return lambda x, gain: reference.rms_norm(x, eps, gain).contiguous()

@@ -172,7 +172,10 @@ def _few_rows(problem: Problem, rows: int) -> Plan | None:
     if rows == 1:
         if problem.k <= 1024:
             return _gemv(1, 2, 1024, 4)
-        return _gemv(1, 4, 2048, 4) if problem.k <= 2048 else _gemv(1, 4, 1024, 8)
+        if problem.k <= 2048:
+            return _gemv(1, 4, 2048, 4)
+        # Up to 16 unrolled steps were measured; longer rows keep a loop and small code.
+        return _gemv(1, 4, 1024, 8, num_stages=1 if problem.k <= 16384 else 3)
     if problem.k <= 1024:
         return _gemv(2, 4, 256, 2, 4)
     return _gemv(2, 4, 512, 4) if problem.k <= 2048 and problem.n <= 4096 else None

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from flashnorm_triton.plans import Device
 
 MIN_CAPABILITY = 80
+GLUON_RELEASES = ((3, 6), (3, 7))
 
 
 @functools.cache
@@ -61,8 +63,18 @@ def device_facts(index: int) -> Device:
     if torch.version.hip is not None:
         return Device("hip", 0, properties.multi_processor_count)
     capability = 10 * properties.major + properties.minor
-    gluon = (
-        capability == 90
-        and importlib.util.find_spec("triton.experimental.gluon.language.nvidia.hopper") is not None
-    )
+    gluon = capability == 90 and gluon_supported()
     return Device("cuda", capability, properties.multi_processor_count, gluon)
+
+
+@functools.cache
+def gluon_supported() -> bool:
+    """Whether this Triton's Gluon is one that the kernels are written and tested for.
+
+    Gluon is experimental and its names move: other releases get the plain Triton kernels.
+    """
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) in GLUON_RELEASES

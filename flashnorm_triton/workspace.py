@@ -18,8 +18,10 @@ import threading
 import torch
 from torch import Tensor
 
+from flashnorm_triton.limits import MOST_SPLIT_TILES
+
 _BLOCK = 1 << 20
-_PER_STREAM = 1 << 12
+_PER_STREAM = MOST_SPLIT_TILES
 _lock = threading.Lock()
 _blocks: dict[int, tuple[Tensor, int]] = {}
 _of_stream: dict[tuple[int, int], Tensor] = {}
