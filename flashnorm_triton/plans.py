@@ -168,17 +168,19 @@ def choose(problem: Problem, device: Device) -> Plan:
 
 
 def _few_rows(problem: Problem, rows: int) -> Plan | None:
-    """GEMV plans for one and two rows; None where tiles are better."""
+    """GEMV plans for one and two rows; None where tiles are better.
+
+    A K step holds 8 values for every lane of every warp, so that x and the weights are loaded in
+    one layout: with fewer, x crosses shared memory at every step.
+    """
     if rows == 1:
         if problem.k <= 1024:
-            return _gemv(1, 2, 1024, 4)
+            return _gemv(1, 2, 256, 1)
         if problem.k <= 2048:
             return _gemv(1, 4, 2048, 4)
         # Up to 16 unrolled steps were measured; longer rows keep a loop and small code.
-        return _gemv(1, 4, 1024, 8, num_stages=1 if problem.k <= 16384 else 3)
-    if problem.k <= 1024:
-        return _gemv(2, 4, 256, 2, 4)
-    return _gemv(2, 4, 512, 4) if problem.k <= 2048 and problem.n <= 4096 else None
+        return _gemv(1, 2, 2048, 8, num_stages=1 if problem.k <= 32768 else 3)
+    return _gemv(2, 4, 256, 2, 4) if problem.k <= 1024 else None
 
 
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
@@ -193,8 +195,6 @@ def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
     wide = n > 96 * sm_count
     crowded = n > 128 * sm_count
     shallow = problem.k <= 1024
-    if rows == 4 and shallow:
-        return _gemv(4, 2, 256, 1)
     if rows <= 16:
         if wide:
             return _swap(16, 64, 128, 3, max_registers=128)
@@ -234,11 +234,9 @@ def _hundreds_of_rows(
         tiles = (rows // 64) * -(-problem.n // 64)
         if tiles <= sm_count:
             return _swap(64, 64, 128, 6, in_flight=1)
-        if tiles <= 2 * sm_count and rows <= 256:
-            return _swap(64, 128, 64, 6, in_flight=1)
         if rows == 512:
             return _rows("own", 128, 4)
-        if tiles <= 2 * sm_count:
+        if rows == 1024 and tiles <= 2 * sm_count:
             return _rows("own", 64, 6)
     return UNFUSED
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from conftest import HAS_GPU
 from numerics import (
     Case,
     assert_contract,
@@ -16,7 +15,6 @@ from numerics import (
     laid_out,
     make_case,
     poisoned,
-    reference,
     stock,
     stock_norm,
 )
@@ -354,5 +352,12 @@ def test_plans_are_kept_between_calls(device, monkeypatch):
     for module, function in ((plans, "choose"), (ops, "check_norm_linear"), (ops, "_prepare")):
         monkeypatch.setattr(module, function, _must_not_run)
     assert_right(norm_linear(*case), case)
-    assert reference(*case).shape == (5, 7)
-    assert HAS_GPU or plans.TORCH.form == "reference"
+
+
+def test_ever_new_lengths_do_not_fill_the_memory(device, monkeypatch):
+    monkeypatch.setattr(ops, "_ready", {})
+    monkeypatch.setattr(ops, "_READY_MOST", 8)
+    case = make_case(40, 24, 64, torch.bfloat16, device)
+    for m in range(1, 41):
+        assert_right(norm_linear(case.x[:m], *case[1:]), case._replace(x=case.x[:m]))
+        assert len(ops._ready) <= 8

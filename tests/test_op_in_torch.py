@@ -260,6 +260,8 @@ def test_meta_tensors_through_the_public_name():
     case = make_case(5, 24, 72, torch.bfloat16)
     meta = Case(*(t.to("meta") if isinstance(t, Tensor) else t for t in case))
     assert norm_linear(*meta).shape == (5, 24)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm_linear(*meta).shape == (5, 24)
 
 
 @each_epilogue
