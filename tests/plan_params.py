@@ -61,11 +61,12 @@ def every_plan() -> list[Any]:
     return rows
 
 
-def distinct_plans() -> list[Any]:
-    """Each plan once, with the first problem that it is shipped for."""
-    first: dict[Plan, Any] = {}
+def distinct_plans(by_gain: bool = False) -> list[Any]:
+    """Each plan once (with and without a gain: twice), with the first problem it is shipped for."""
+    first: dict[tuple[Plan, bool], Any] = {}
     for param in every_plan():
-        first.setdefault(param.values[1], param)
+        problem, plan = param.values
+        first.setdefault((plan, by_gain and problem.has_gain), param)
     return list(first.values())
 
 

@@ -215,8 +215,10 @@ def test_autocast_refuses_bad_input(device):
             norm_linear(case.x[:, :71], *case[1:])
         with pytest.raises(ValueError, match="eps is 0"):
             norm_linear(*case._replace(eps=0.0))
-        with pytest.raises(TypeError, match="int32"):
+        with pytest.raises(TypeError, match="x is torch.int32"):
             norm_linear(case.x.int(), *case[1:])
+        with pytest.raises(TypeError, match="weight is torch.int8.*quantized"):
+            norm_linear(*case._replace(weight=case.weight.to(torch.int8)))
 
 
 # Fake tensors, meta, compile
