@@ -354,9 +354,8 @@ def test_info_says_which_tables_there_are_and_which_are_stale():
 def test_info_says_which_table_serves_which_cell_and_why(monkeypatch):
     plan = Plan("single_pass", "hopper_swap", 16, 64, 128, 4, 6, in_flight=1)
     tables.write(tables.user_path(H200), Table(H200, stored("0" * 40, plan)))
-    shapes = command.cells_of(tables.read(tables.user_path(H200)))
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(command.plan_table(H200, DEVICE, shapes))
+    console.print(command.plan_table(H200, DEVICE, [(2048, 3072)]))
     text = console.export_text()
     line = next(line for line in text.splitlines() if "nvidia_h200-132.json" in line)
     assert "2048 → 3072" in line and " 16…" in line and "in_flight=1" in line

@@ -55,6 +55,9 @@ def patch(
         fold: True folds each gain into the weights (fastest; stock weights wait in host memory, and
             the fused weights do not learn). False packs the stock weights and applies the gain in
             the kernel: no second copy, and it trains as the stock model does.
+            Change weights in place before patching or with fold=False: a change of a folded
+            model's gain or weight would be seen by one of the forward and ``state_dict`` alone.
+            Hooks put on the patched modules go with them at ``revert``.
         example_inputs: for a model that takes no ``input_ids``: its keyword arguments (dict) or
             positional ones (tuple), of any small size.
 

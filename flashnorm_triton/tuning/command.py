@@ -184,8 +184,3 @@ def _why(chosen: tables.Choice) -> str:
         return chosen.reason
     gain = chosen.entry.baseline_us / chosen.entry.us
     return f"{chosen.entry.us:.1f} µs, {gain:.2f}x unfused; {chosen.reason}"
-
-
-def cells_of(table: Table) -> tuple[tuple[int, int], ...]:
-    """The (K, N) of a table's cells, in order."""
-    return tuple(sorted({(key.k, key.n) for key in table.entries}))
