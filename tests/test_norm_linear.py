@@ -289,6 +289,22 @@ def test_eps_that_is_not_positive_and_finite(eps, device):
         rms_norm(torch.ones(3, 4, device=device), eps)
 
 
+@pytest.mark.parametrize("eps", ["1e-6", None, True, torch.tensor(1e-6)], ids=repr)
+def test_eps_that_is_not_a_number(eps, device):
+    with pytest.raises(TypeError, match="eps is .*Python number"):
+        norm_linear(*good(device, eps=eps))
+    with pytest.raises(TypeError, match="eps is .*Python number"):
+        rms_norm(torch.ones(3, 4, device=device), eps)
+
+
+def test_eps_may_be_a_whole_number(device):
+    case = good(device)
+    for eps in (1, 1.0, 2, 2.0):
+        assert torch.equal(
+            norm_linear(*case._replace(eps=eps)), norm_linear(*case[:2], float(eps), *case[3:])
+        )
+
+
 def test_weight_whose_last_dimension_is_not_contiguous(device):
     case = good(device)
     refused(case._replace(weight=case.weight.T.contiguous().T), ValueError, "(1, 7)", "contiguous")
