@@ -107,6 +107,9 @@ class Problem:
     tma: bool = True
 
 
+MIN_CAPABILITY = 80
+"""The oldest CUDA compute capability, as 10 * major + minor, that the kernels are compiled for."""
+
 TORCH = Plan("torch", "reference")
 UNFUSED = Plan("unfused", "library")
 
@@ -148,7 +151,8 @@ def choose(problem: Problem, device: Device) -> Plan:
     gain. A device that was not measured gets the fused kernels only where they won by a margin
     here, and the unfused pair elsewhere.
     """
-    if device.backend == "cpu" or problem.dtype == "float64":
+    too_old = device.backend == "cuda" and device.capability < MIN_CAPABILITY
+    if device.backend == "cpu" or problem.dtype == "float64" or too_old:
         return TORCH
     rows = bucket(problem.m)
     if rows <= 2:
@@ -248,7 +252,11 @@ def shipped_plans() -> Iterator[tuple[Problem, Plan]]:
     """
     device = Device("cuda", capability=90, sm_count=132, gluon=True)
     seen: set[tuple[Plan, str, bool]] = set()
-    for n, k in ((960, 576), (3072, 576), (3072, 2048), (16384, 2048), (6144, 4096), (28672, 4096)):
+    shapes = (
+        (960, 576), (3072, 576), (3072, 2048), (16384, 2048), (6144, 4096), (28672, 4096),
+        (4096, 65536),
+    )  # fmt: skip
+    for n, k in shapes:
         for dtype in ("bfloat16", "float16", "float32"):
             for has_gain in (False, True):
                 for m in (2**power for power in range(14)):

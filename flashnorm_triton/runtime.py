@@ -15,21 +15,25 @@ from pathlib import Path
 
 import torch
 
-from flashnorm_triton.plans import Device
+from flashnorm_triton.plans import MIN_CAPABILITY, Device
 
-MIN_CAPABILITY = 80
 GLUON_RELEASES = ((3, 6), (3, 7))
 
 
 @functools.cache
 def triton_unavailable() -> str | None:
-    """Why Triton kernels cannot run on this machine's GPU, with the remedy; None if they can."""
+    """Why Triton kernels can run on no GPU of this machine, with the remedy; None if they can.
+
+    In a machine of several GPUs an older one is told apart by its plans (``plans.choose``).
+    """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if not torch.cuda.is_available():
         return "no GPU is visible to torch"
     if torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability()
+        major, minor = max(
+            torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())
+        )
         if 10 * major + minor < MIN_CAPABILITY:
             return f"compute capability {major}.{minor} is below 8.0"
     compiler = os.environ.get("CC")

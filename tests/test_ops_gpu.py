@@ -299,22 +299,28 @@ def test_tensors_on_two_gpus_are_refused():
 
 
 def test_a_profiler_that_hooks_triton_sees_every_launch():
-    """Direct launches step aside for Triton's hooks: same bits, and one launch for one row."""
+    """Direct launches step aside for Triton's hooks: same bits, and one launch a fused plan."""
     from triton import knobs
 
     seen: list[object] = []
-    for m, dtype in ((1, torch.bfloat16), (1, torch.float32), (16, torch.bfloat16)):
-        case = make_case(m, 960, 576, dtype, CUDA, bias=True)
-        expected = norm_linear(*case)
+    for param in one_of_each_form():
+        problem, plan = param.values
+        if problem.m > 64:
+            continue
+        skip_unless_it_runs_here(plan)
+        case = case_for(problem)
+        expected = norm_linear(*case, plan=plan)
         seen.clear()
         knobs.runtime.launch_enter_hook.add(seen.append)
         try:
-            y = norm_linear(*case)
+            y = norm_linear(*case, plan=plan)
         finally:
             knobs.runtime.launch_enter_hook.remove(seen.append)
         assert torch.equal(y, expected)
-        assert len(seen) == 1
-        assert torch.equal(norm_linear(*case), expected) and len(seen) == 1
+        assert len(seen) == (2 if plan.strategy == "stats_then_gemm" else 1)
+        launches = len(seen)
+        assert torch.equal(norm_linear(*case, plan=plan), expected)
+        assert len(seen) == launches  # the hook is gone, and the direct way is taken again
 
 
 @pytest.mark.parametrize("layout", ["aligned", "odd"])

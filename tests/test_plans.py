@@ -143,7 +143,6 @@ def test_shipped_plans_are_distinct_and_each_fits_its_problem():
     assert {plan.form for plan, *_ in seen} >= {"gemv", "tiles", "hopper_swap", "library"}
 
 
-@pytest.mark.xfail(strict=True, reason="the GEMV of very long rows is launched but not shipped")
 def test_every_choice_is_among_the_shipped_plans():
     shipped = {(plan, problem.dtype, problem.has_gain) for problem, plan in plans.shipped_plans()}
     for device in (H200, A100, B200, MI300, replace(H200, sm_count=114)):
@@ -258,6 +257,7 @@ def test_a_plan_that_would_hang_or_race_cannot_be_made(changes):
 @pytest.fixture
 def a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(runtime.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -287,12 +287,21 @@ def test_what_triton_needs_is_named_with_the_remedy(a_gpu, tmp_path):
     with a_gpu.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
         assert "7.5 is below 8.0" in reason() or torch.version.hip
+        patch.setattr(torch.cuda, "get_device_capability", lambda i: ((7, 5), (9, 0))[i])
+        assert reason() is None  # the older one is told apart by its plans
     with a_gpu.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
         assert "no GPU" in reason()
     with a_gpu.context() as patch:
         patch.setattr(runtime.importlib.util, "find_spec", lambda name: None)
         assert "pip install triton" in reason()
+
+
+def test_a_gpu_that_is_too_old_runs_plain_torch():
+    for rows in (1, 16, 4096):
+        problem = Problem("float16", rows, 3072, 2048)
+        assert choose(problem, Device("cuda", capability=75, sm_count=40)) == plans.TORCH
+        assert choose(problem, Device("cuda", capability=80, sm_count=40)) != plans.TORCH
 
 
 def test_device_facts(monkeypatch):
