@@ -11,11 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 import re
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -24,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from flashnorm_triton import atomic
 
 SCHEMA = 1
 PACKAGE = Path(__file__).resolve().parent
@@ -212,20 +212,8 @@ def validate(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> N
 def save(path: Path | str, head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
     """Validate and write atomically: a reader sees the old file or the new one, never a part."""
     validate(head, records)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**head, "records": list(records)}, indent=1, allow_nan=False) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    atomic.write_text(Path(path), text)
 
 
 def load(path: Path | str) -> Results:

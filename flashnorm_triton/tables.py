@@ -17,14 +17,13 @@ import contextlib
 import json
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashnorm_triton import plans
+from flashnorm_triton import atomic, plans
 from flashnorm_triton.limits import plan_from, unfit
 from flashnorm_triton.plans import Device, Plan, Problem
 
@@ -253,19 +252,7 @@ def _same_model(one: Gpu, other: Gpu) -> bool:
 
 def write(path: Path, table: Table) -> None:
     """Write atomically: a reader sees the old file or the new one. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = dump(table)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    atomic.write_text(path, dump(table))
 
 
 def merge(

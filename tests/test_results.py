@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashnorm_triton import results
+from flashnorm_triton import atomic, results
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = {
@@ -141,7 +141,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch)
     def broken(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr(results.os, "replace", broken)
+    monkeypatch.setattr(atomic.os, "replace", broken)
     with pytest.raises(OSError, match="disk full"):
         results.save(path, HEAD, [OPERATION, OPERATION])
     assert path.read_bytes() == before

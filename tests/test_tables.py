@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flashnorm_triton import plans, tables
+from flashnorm_triton import atomic, plans, tables
 from flashnorm_triton.plans import UNFUSED, Device, Plan, Problem
 from flashnorm_triton.tables import Entry, Gpu, Key, Run, Table
 
@@ -348,7 +348,7 @@ def test_a_write_that_fails_keeps_the_old_table_and_leaves_no_litter(
     """A read-only folder or a full disk, at each step of the write."""
     tables.merge(user_file, H200, {KEY: entry()})
     before = user_file.read_text()
-    owner = tables.tempfile if where == "mkstemp" else tables.os
+    owner = atomic.tempfile if where == "mkstemp" else atomic.os
 
     def failing(*_, **__):
         raise OSError(code, os.strerror(code))

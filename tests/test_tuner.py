@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_machine import GOOD, FakeCompiler, FakeMachine
 
-from flashnorm_triton import tables
+from flashnorm_triton import atomic, tables
 from flashnorm_triton.plans import UNFUSED, Plan, Problem, choose
 from flashnorm_triton.tuning import build, run, space, tuner
 from flashnorm_triton.tuning.measure import timing
@@ -306,7 +306,7 @@ def test_a_table_that_cannot_be_written_is_told_before_anything_is_measured(path
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tables.tempfile, "mkstemp", full)
+    monkeypatch.setattr(atomic.tempfile, "mkstemp", full)
     machine, compiler = FakeMachine(costs()), FakeCompiler()
     with pytest.raises(tables.TableError, match="No space left.*FLASHNORM_CACHE_DIR"):
         make(path, machine, compiler).tune(PROBLEMS)
@@ -318,7 +318,7 @@ def test_a_disk_that_fills_up_and_is_freed_loses_nothing(path, monkeypatch):
         def open(self, problem):
             self.now += 2.0  # every cell is stored by itself
             full = problem.m in (2, 4, 8)
-            monkeypatch.setattr(tables.os, "fsync", fails if full else works)
+            monkeypatch.setattr(atomic.os, "fsync", fails if full else works)
             return super().open(problem)
 
     works = os.fsync
@@ -339,7 +339,7 @@ def test_a_disk_that_stays_full_is_told_at_the_end(path, monkeypatch):
         def fails(_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(tables.os, "fsync", fails)
+        monkeypatch.setattr(atomic.os, "fsync", fails)
         return opened(problem)
 
     machine.open = then_full
