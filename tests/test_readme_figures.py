@@ -1,0 +1,69 @@
+"""Every figure in README is the one in the committed result files, and those are current."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from flashnorm_triton import results
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FOLDER = ROOT / "bench" / "results" / "nvidia_h200"
+BANDS = {
+    "1": (1,),
+    "2 to 16": (2, 4, 8, 16),
+    "32, 64": (32, 64),
+    "128 to 512": (128, 256, 512),
+    "1024 to 4096": (1024, 2048, 4096),
+}
+
+
+def operation() -> results.Results:
+    return results.load(FOLDER / "norm_linear.json")
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+@pytest.mark.parametrize("band", BANDS)
+def test_speedups(band):
+    cells = [cell for cell in operation().records if cell["m"] in BANDS[band]]
+    assert len(cells) == 6 * len(BANDS[band])
+    fused = geomean([cell["speedup"] for cell in cells])
+    worst = min(cell["speedup"] for cell in cells)
+    bare = geomean([cell["vs_gemm"] for cell in cells])
+    assert f"| {band} | {fused:.2f} | {worst:.2f} | {bare:.2f} |" in README
+
+
+def test_unfused_cells_are_counted():
+    cells = operation().records
+    unfused = sum(cell["plan"]["strategy"] == "unfused" for cell in cells)
+    assert f"{unfused}\nof the {len(cells)} cells run unfused" in README
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_generate(mode):
+    stock, patched = (
+        next(r for r in results.load(FOLDER / "generate.json").records
+             if (r["mode"], r["variant"]) == (mode, variant))
+        for variant in ("stock", "patched")
+    )  # fmt: skip
+    rates = f"{stock['tokens_per_s']:.0f} → {patched['tokens_per_s']:.0f}"
+    assert rates in README and f"{patched['speedup']:.2f}x" in README
+    if mode == "eager":
+        assert f"{stock['launches']} → {patched['launches']} kernels a step" in README
+
+
+def test_the_results_are_of_the_kernels_that_ship():
+    checked = (ROOT / "bench" / "results" / "kernels.gpu-checked").read_text().strip()
+    assert results.kernel_hash() == checked
+    for name in ("norm_linear", "generate"):
+        assert results.load(FOLDER / f"{name}.json").header["kernel_hash"] == checked
+
+
+def test_the_numerics_contract_held_in_every_cell():
+    assert all(cell["contract_ok"] for cell in operation().records)
