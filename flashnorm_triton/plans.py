@@ -19,7 +19,7 @@ FORMS = (
 class Plan:
     """How one norm_linear problem is run.
 
-    ``strategy`` is what is done (docs: DESIGN, "Strategies and plans"), ``form`` the kernel family
+    ``strategy`` is what is done, ``form`` the kernel family
     that does it: "gemv", "tiles", "hopper_swap", "hopper_rows" (single pass), "tiles",
     "hopper_rows" or "scaled_gemm" (stats_then_gemm), "library" (unfused: the norm kernel, then the
     library's matmul), "reference" (plain torch). Blocks count elements: ``block_m`` rows of x,
@@ -174,24 +174,26 @@ def choose(problem: Problem, device: Device) -> Plan:
 def _few_rows(problem: Problem, rows: int) -> Plan | None:
     """GEMV plans for one and two rows; None where tiles are better.
 
-    A K step holds 8 values for every lane of every warp, so that x and the weights are loaded in
-    one layout: with fewer, x crosses shared memory at every step.
+    With one row, a K step holds 8 values for every lane of every warp, so that x and the weights
+    are loaded in one layout (with fewer, x crosses shared memory at every step), and divides K
+    where it can: what a step reads beyond K is wasted.
     """
-    if rows == 1:
-        if problem.k <= 1024:
-            return _gemv(1, 2, 256, 1)
-        if problem.k <= 2048:
-            return _gemv(1, 4, 2048, 4)
-        # Up to 16 unrolled steps were measured; longer rows keep a loop and small code.
-        return _gemv(1, 2, 2048, 8, num_stages=1 if problem.k <= 32768 else 3)
-    return _gemv(2, 4, 256, 2, 4) if problem.k <= 1024 else None
+    k = problem.k
+    if rows == 2:
+        return _gemv(2, 4, 256, 2, 4) if k <= 1024 else None
+    if k == 2048:
+        return _gemv(1, 4, 2048, 4)
+    if k > 2048 and k % 2048 == 0:
+        # Long rows keep a loop, and small code.
+        return _gemv(1, 2, 2048, 8, num_stages=1 if k <= 32768 else 3)
+    return _gemv(1, 2, 256, 1) if k <= 4096 else _gemv(1, 2, 1024, 4, 1 if k <= 16384 else 3)
 
 
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
     """Plans where Gluon drives Hopper's copy engine: swapped tiles, then row tiles.
 
-    ``narrow`` layers have a 64-feature tile for less than half of the multiprocessors, ``wide``
-    ones a 128-feature tile for most of them, ``crowded`` ones more of those than multiprocessors.
+    ``narrow`` layers have a 64-feature tile for at most half of the multiprocessors, ``wide`` ones
+    a 128-feature tile for most of them, ``crowded`` ones more of those than multiprocessors.
     ``shallow`` layers end before a ring of tiles has filled.
     """
     n = problem.n
@@ -206,43 +208,49 @@ def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
     if rows == 32:
         if wide:
             return _swap(32, 64, 128, 3, max_registers=128)
-        return _swap(16, 64, 128, 6, in_flight=1) if shallow else _swap(32, 64, 256, 3 + narrow)
+        if shallow:
+            return _swap(16 if narrow else 32, 64, 128, 6, in_flight=1)
+        return _swap(32, 64, 256, 3 + narrow)
     if rows == 64:
+        if crowded:
+            return _swap(64, 128, 64, 4, max_registers=128, in_flight=1)
         if wide:
             return _swap(64, 128, 128, 3)
         return _swap(32 if narrow else 64, 64, 128, 6, in_flight=1)
-    if rows <= 1024:
-        return _hundreds_of_rows(problem, rows, sm_count, narrow, wide, crowded, shallow)
+    return _many_rows(problem, rows, sm_count)
+
+
+def _many_rows(problem: Problem, rows: int, sm_count: int) -> Plan:
+    """From 128 rows on: row tiles where they fill the multiprocessors evenly, else unfused.
+
+    A last round of tiles that leaves a fifth of the device idle costs more than a free norm gives.
+    """
+    n, k = problem.n, problem.k
+    wide, crowded, shallow = n > 96 * sm_count, n > 128 * sm_count, k <= 1024
+    if rows == 128:
+        return _rows("own", 128, 5) if wide and not crowded else UNFUSED
+    if rows <= 512:
+        one_round = rows == 512 and shallow and 8 * -(-n // 64) <= sm_count
+        return _swap(64, 64, 128, 6, in_flight=1) if one_round else UNFUSED
     if wide:
-        return UNFUSED if crowded and rows == 2048 else _rows("given", 128, 5)
-    if rows == 2048 and narrow:
+        even = rows >= 4096 or (not crowded and (rows == 2048 or k >= 2048))
+        return _rows("given", 128, 5) if even else UNFUSED
+    blocks = rows // 128
+    if rows == 1024 and not shallow:
+        return UNFUSED
+    if _evenness(blocks * -(-n // 256), sm_count) >= 0.84:
+        return _rows("own", 256, 3)
+    if rows == 1024:
+        one_round = blocks * -(-n // 64) <= sm_count
+        return _rows("own", 64, 6) if one_round else UNFUSED
+    if _evenness(blocks * -(-n // 128), sm_count) >= 0.9:
         return _rows("own", 128, 4) if shallow else _rows("given", 128, 5)
-    return _rows("own", 256, 3)
-
-
-def _hundreds_of_rows(
-    problem: Problem,
-    rows: int,
-    sm_count: int,
-    narrow: bool,
-    wide: bool,
-    crowded: bool,
-    shallow: bool,
-) -> Plan:
-    """128 to 1024 rows: fused where one round of tiles covers the work, else unfused."""
-    if rows == 128 and wide:
-        return _rows("own", 128, 5) if crowded else _swap(128, 128, 64, 6, in_flight=1)
-    if rows == 1024 and wide and not crowded:
-        return _rows("given", 128, 5)
-    if narrow and (shallow or rows == 128):
-        tiles = (rows // 64) * -(-problem.n // 64)
-        if tiles <= sm_count:
-            return _swap(64, 64, 128, 6, in_flight=1)
-        if rows == 512:
-            return _rows("own", 128, 4)
-        if rows == 1024 and tiles <= 2 * sm_count:
-            return _rows("own", 64, 6)
     return UNFUSED
+
+
+def _evenness(tiles: int, sm_count: int) -> float:
+    """The share of the device's time, in whole rounds of tiles, that is spent on tiles."""
+    return tiles / (-(-tiles // sm_count) * sm_count)
 
 
 def shipped_plans() -> Iterator[tuple[Problem, Plan]]:
@@ -254,7 +262,7 @@ def shipped_plans() -> Iterator[tuple[Problem, Plan]]:
     seen: set[tuple[Plan, str, bool]] = set()
     shapes = (
         (960, 576), (3072, 576), (3072, 2048), (16384, 2048), (6144, 4096), (28672, 4096),
-        (4096, 65536),
+        (10240, 5120), (4096, 21504), (4096, 65536),
     )  # fmt: skip
     for n, k in shapes:
         for dtype in ("bfloat16", "float16", "float32"):

@@ -6,8 +6,8 @@
    whose columns carry random gains. Every tensor that the plan allocates is filled with NaN first,
    so what it forgets to write, or reads before writing, shows.
 2. *Bits.* Repeated launches on the same inputs give the same bits while another stream keeps the
-   GPU busy: a race (FACTS: one loaded tile feeding an asynchronous instruction and registers) moves
-   bits from launch to launch, and rarely shows on an idle GPU.
+   GPU busy: a race (kernels/tiles.py: one loaded tile feeding an asynchronous instruction and
+   registers) moves bits from launch to launch, and rarely shows on an idle GPU.
 
 The buffer-depth lint comes before both (tuning/build.py). Each is meant to catch a race alone.
 """
