@@ -14,7 +14,7 @@ from tiny_models import FUSED_FAMILIES, tiny_model, token_ids
 from torch import Tensor, nn
 
 import flashnorm_triton as fn
-from flashnorm_triton.models import patcher
+from flashnorm_triton.models import packed
 from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice
 
 FOLDS = pytest.mark.parametrize("fold", [True, False])
@@ -239,11 +239,11 @@ def test_packed_tensors_are_moved_once_however_many_modules_share_them(fold: boo
 
     for _ in range(2):
         moved.clear()
-        packed = {module.get_buffer("packed_weight").data_ptr() for module in _fused(model)}
+        matrices = {module.get_buffer("packed_weight").data_ptr() for module in _fused(model)}
         biases = {view["bias"].data_ptr() for m in _fused(model) for view in m.site.views
                   if view.get("bias") is not None}  # fmt: skip
         model._apply(move)
-        assert all(moved.count(pointer) == 1 for pointer in packed) and len(packed) == 4
+        assert all(moved.count(pointer) == 1 for pointer in matrices) and len(matrices) == 4
         assert len(biases & set(moved)) == 2
         _assert_aliased(model)
     # The norm alone, then the linears alone: each time the shared tensors follow.
@@ -310,24 +310,56 @@ def test_patched_reverts_on_exceptions_and_leaves_an_outer_patch() -> None:
     assert len(_fused(model)) == 4
 
 
+def _fail_at_third(monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException) -> None:
+    original, calls = getattr(packed.PackedSite, step), []
+
+    def failing(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 3:
+            raise error
+        return original(self, *args)
+
+    monkeypatch.setattr(packed.PackedSite, step, failing)
+
+
 @FOLDS
-def test_failure_while_patching_leaves_the_model_as_it_was(
+@pytest.mark.parametrize("step", ["_pack", "take", "replacements"])
+def test_a_site_that_fails_is_kept_and_the_report_says_why(
+    fold: bool, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    values, identity, logits = _values(model), _identity(model), _logits(model)
+    _fail_at_third(monkeypatch, step, torch.OutOfMemoryError("no room for the third site"))
+    with pytest.warns(RuntimeWarning, match="1 of LlamaForCausalLM's sites.*no room") as caught:
+        handle = fn.patch(model, fold=fold)
+    assert len(caught) == 1 and len(_fused(model)) == 3 and handle.changed
+    failed = handle.report.kept[0]
+    assert failed.norm == "model.layers.1.input_layernorm" and failed.launches_saved == 0
+    assert "could not be patched: OutOfMemoryError: no room for the third site" in failed.reason
+    assert fn.audit(model) == handle.report
+    kept = model.model.layers[1]
+    for module in (kept.input_layernorm, kept.self_attn.q_proj):
+        assert f"module {_name_of(model, module)}" in identity
+        assert identity[f"module {_name_of(model, module)}"] == id(module)
+    torch.testing.assert_close(_logits(model), logits, rtol=1e-4, atol=1e-4)
+    assert _same(_values(model), values)
+    handle.revert()
+    assert _identity(model) == identity and torch.equal(_logits(model), logits)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+@FOLDS
+def test_an_interrupt_while_patching_leaves_the_model_as_it_was(
     fold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama")
     values, identity, logits = _values(model), _identity(model), _logits(model)
-    build, built = patcher.PackedSite, []
-
-    def third_fails(*args: Any) -> Any:
-        if len(built) == 2:
-            raise torch.OutOfMemoryError("no room for the third site")
-        built.append(build(*args))
-        return built[-1]
-
-    monkeypatch.setattr(patcher, "PackedSite", third_fails)
-    with pytest.raises(torch.OutOfMemoryError):
+    _fail_at_third(monkeypatch, "take", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
         fn.patch(model, fold=fold)
-    assert len(built) == 2
     assert _identity(model) == identity and _same(_values(model), values)
     assert torch.equal(_logits(model), logits)
 

@@ -98,7 +98,7 @@ def test_a_bias_is_part_of_the_site(tmp_path):
 def test_what_is_tuned_is_what_patch_launches(tmp_path):
     """The keys of the tuned cells are those that a patched model looks up."""
     from flashnorm_triton.models import patch
-    from flashnorm_triton.models.fused import sites_of
+    from flashnorm_triton.models.installers import sites_of
 
     folder = write_config(tmp_path)
     cells = sites.problems(sites.sites_of(sites.skeleton(folder)), ("float32",), (1,))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.models.flow import Flow
-from flashnorm_triton.models.fused import sites_of
+from flashnorm_triton.models.installers import sites_of
 from flashnorm_triton.models.norms import NormReader, NormTraits, is_candidate
 from flashnorm_triton.models.report import AuditReport, SiteReport
 from flashnorm_triton.models.shadow import HOOK_TABLES

@@ -210,8 +210,3 @@ def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
     if torch.promote_types(hidden_states.dtype, weight.dtype) == weight.dtype:
         return hidden_states.to(weight.dtype)
     return hidden_states
-
-
-def sites_of(model: nn.Module) -> list[PackedSite]:
-    """The packed sites of a patched model, in the order of its modules; empty for a stock one."""
-    return [module.site for module in model.modules() if isinstance(module, FusedNormLinear)]

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.algebra import effective_gain, fold, fold_error
-from flashnorm_triton.models.report import AuditReport, SiteReport
+from flashnorm_triton.models.installers import Installer, Options
+from flashnorm_triton.models.report import SiteReport
 
 # A healthy float16 fold is off by about 2e-4; beyond this, subnormal values were hit.
 _FOLD_ERROR = 5e-4
 
 
-class PackedSite:
+class PackedSite(Installer):
     """The packed weights (N, K) and bias (N,) of one norm and the linears that read it.
 
     Shared by the site's modules; ``buffers`` and ``views[i]`` are the very dictionaries in which
@@ -33,13 +34,11 @@ class PackedSite:
     Building it takes the site's own size in device memory, and gives the stock weights back.
     """
 
-    def __init__(
-        self, report: SiteReport, norm: nn.Module, linears: list[nn.Linear], folded: bool
-    ) -> None:
-        self.report = report
-        self.audit: AuditReport | None = None
-        self.norm = norm
-        self.linears = linears
+    def __init__(self, model: nn.Module, report: SiteReport, options: Options) -> None:
+        super().__init__(model, report, options)
+        folded = options.fold
+        self.norm = norm = model.get_submodule(report.norm)
+        self.linears = linears = [model.get_submodule(name) for name in report.consumers]
         self.gain: nn.Parameter | None = norm._parameters.get("weight")
         self.columns = _columns(linears)
         self.buffers: dict[str, Tensor | None] = {"packed_weight": None, "packed_bias": None}
@@ -91,6 +90,20 @@ class PackedSite:
             not fold_error(linear.weight.detach(), gain, weight[start:stop]) <= _FOLD_ERROR
             for linear, (start, stop) in zip(self.linears, self.columns, strict=True)
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed weights and bias."""
+        return sum(tensor.nbytes for tensor in self.buffers.values() if tensor is not None)
+
+    def replacements(self) -> dict[str, nn.Module]:
+        """One module in the norm's place, one in each linear's."""
+        from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice
+
+        modules: dict[str, nn.Module] = {self.report.norm: FusedNormLinear(self)}
+        for index, name in enumerate(self.report.consumers):
+            modules[name] = PackedSlice(self, index)
+        return modules
 
     def take(self) -> None:
         """Make the packed weights the model's: lend out the gain and the linears' parameters.

@@ -1,4 +1,4 @@
-"""patch, patched and revert: putting the fused modules in and taking them out."""
+"""patch, patched and revert: putting the installers' modules in and taking them out."""
 
 from __future__ import annotations
 
@@ -12,29 +12,56 @@ import torch
 from torch import nn
 
 from flashnorm_triton.models.auditor import audit
-from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice, sites_of
-from flashnorm_triton.models.packed import PackedSite
-from flashnorm_triton.models.report import AuditReport
+from flashnorm_triton.models.installers import (
+    Installer,
+    Options,
+    installer_for,
+    replacements_in,
+    sites_of,
+)
+from flashnorm_triton.models.memory import PatchMemory, Watch
+from flashnorm_triton.models.report import AuditReport, SiteReport
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...] | None
+_Places = dict[int, list[tuple[nn.Module, str]]]
 
 
 class PatchHandle:
     """What ``patch`` returns: ``report`` says what was done, ``revert()`` undoes it.
 
-    ``changed`` is False when the model was already patched, or had nothing to patch.
+    ``changed`` is False when the model was already patched, or had nothing to patch. ``memory``
+    holds the bytes that patching took (None when it did nothing).
     """
 
-    def __init__(self, model: nn.Module, report: AuditReport, changed: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        report: AuditReport,
+        changed: bool,
+        memory: PatchMemory | None = None,
+    ) -> None:
         self.model = model
         self.report = report
         self.changed = changed
+        self.memory = memory
 
     def revert(self) -> None:
         """Put the stock modules back: the same objects, bit-equal weights, on the model's device.
 
         Reverting a model that is not patched does nothing.
+
+        Raises RuntimeError, and changes nothing, for a model patched with ``revertible=False``
+        whose stock weights were freed.
         """
+        freed = [site for site in sites_of(self.model) if site.freed]
+        if freed:
+            raise RuntimeError(
+                f"{type(self.model).__name__} was patched with revertible=False, which freed the "
+                f"stock weights of {len(freed)} sites (first: {freed[0].report.norm}), so they "
+                "cannot be put back. state_dict() and save_pretrained() still give a checkpoint "
+                "that computes the same; load the original one for the original weights, or patch "
+                "with revertible=True"
+            )
         with torch.inference_mode(False), torch.no_grad():
             _restore(self.model)
 
@@ -43,7 +70,13 @@ class PatchHandle:
 
 
 def patch(
-    model: nn.Module, *, fold: bool = True, example_inputs: ExampleInputs = None
+    model: nn.Module,
+    *,
+    fold: bool = True,
+    cancel: bool | str = False,
+    head: bool = False,
+    revertible: bool = True,
+    example_inputs: ExampleInputs = None,
 ) -> PatchHandle:
     """Fuse every norm of ``model`` with the linears that read it, where the audit allows it.
 
@@ -58,15 +91,21 @@ def patch(
             Change weights in place before patching or with fold=False: a change of a folded
             model's gain or weight would be seen by one of the forward and ``state_dict`` alone.
             Hooks put on the patched modules go with them at ``revert``.
+        cancel: drops norms whose readers are all normalised again; see ``audit``.
+        head: also fuses the final norm with the language-model head.
+        revertible: True keeps the stock weights of folded sites in host memory for ``revert`` and
+            ``state_dict``. False frees them: ``revert()`` then explains, and ``state_dict()`` gives
+            the folded weights with neutral gains, which stock modules compute the same with.
         example_inputs: for a model that takes no ``input_ids``: its keyword arguments (dict) or
             positional ones (tuple), of any small size.
 
     Returns:
         A PatchHandle. A model with nothing to patch, or already patched, is left as it is, with a
-        warning that says so.
+        warning that says so. A site that fails (out of memory while packing, for one) is kept as
+        it was; its record in ``report`` says why, and one warning names it.
 
     Raises TypeError for something that is not a module, ValueError for a model on the meta device.
-    Whatever fails, the model is left as it was.
+    Whatever is raised, the model is left as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch needs a torch.nn.Module, not {type(model).__name__}")
@@ -77,7 +116,8 @@ def patch(
             f"{type(model).__name__} is on the meta device (not loaded, or offloaded), so there "
             "are no weights to fold: load it onto a device first; audit(model) works as it is"
         )
-    report = audit(model, example_inputs=example_inputs)
+    options = Options(fold, cancel, head, revertible)
+    report = _audited(model, options, example_inputs)
     sites = sites_of(model)
     if sites:
         warnings.warn(
@@ -87,29 +127,42 @@ def patch(
             stacklevel=2,
         )
         return PatchHandle(model, report, changed=False)
-    if not report.fused:
+    if all(site.decision == "keep" for site in report.sites):
         reasons = list(dict.fromkeys(site.reason for site in report.kept))
         detail = "; ".join(reasons[:3]) if reasons else "it has no norms"
         warnings.warn(f"nothing to patch in {type(model).__name__}: {detail}", stacklevel=2)
         return PatchHandle(model, report, changed=False)
     with torch.inference_mode(False), torch.no_grad():
         try:
-            report = _fuse_all(model, report, fold)
+            report, memory = _install_all(model, report, options)
         except BaseException:
             _restore(model)
             raise
-    return PatchHandle(model, report, changed=True)
+    failed = [site for site in report.sites if site.reason.startswith(_FAILED)]
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {type(model).__name__}'s sites could not be patched and stay as "
+            f"they are; {failed[0].norm}: {failed[0].reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return PatchHandle(model, report, changed=bool(sites_of(model)), memory=memory)
 
 
 @contextmanager
 def patched(
-    model: nn.Module, *, fold: bool = True, example_inputs: ExampleInputs = None
+    model: nn.Module,
+    *,
+    fold: bool = True,
+    cancel: bool | str = False,
+    head: bool = False,
+    example_inputs: ExampleInputs = None,
 ) -> Iterator[PatchHandle]:
     """``patch`` for the length of a with block; reverted at its end, exceptions included.
 
     A model that was already patched when the block began stays patched after it.
     """
-    handle = patch(model, fold=fold, example_inputs=example_inputs)
+    handle = patch(model, fold=fold, cancel=cancel, head=head, example_inputs=example_inputs)
     try:
         yield handle
     finally:
@@ -117,41 +170,81 @@ def patched(
             handle.revert()
 
 
-def _fuse_all(model: nn.Module, report: AuditReport, fold: bool) -> AuditReport:
-    places = _places(model)
-    done: dict[str, PackedSite] = {}
-    for found in report.fused:
-        norm = model.get_submodule(found.norm)
-        linears = [model.get_submodule(name) for name in found.consumers]
-        site = done[found.norm] = PackedSite(found, norm, linears, fold)
-        site.take()
-        _put(places[id(norm)], FusedNormLinear(site))
-        for index, linear in enumerate(linears):
-            _put(places[id(linear)], PackedSlice(site, index))
-    entries = (done[entry.norm].report if entry.norm in done else entry for entry in report.sites)
+_FAILED = "could not be patched: "
+
+
+def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) -> AuditReport:
+    return audit(model, example_inputs=example_inputs)
+
+
+def _install_all(
+    model: nn.Module, report: AuditReport, options: Options
+) -> tuple[AuditReport, PatchMemory]:
+    """Install site by site, so that no more than one site's weights exist twice on the device."""
+    places, watch = _places(model), Watch(model)
+    done: dict[str, Installer] = {}
+    entries = []
+    for found in report.sites:
+        make = installer_for(found)
+        if make is not None:
+            try:
+                site = done[found.norm] = _install(model, found, make, options, places, watch)
+                found = site.report
+            except Exception as error:
+                found = _kept(found, error)
+        entries.append(found)
     report = replace(report, sites=tuple(entries))
     for site in done.values():
         site.audit = report
-    return report
+    return report, watch.result()
+
+
+def _install(
+    model: nn.Module,
+    report: SiteReport,
+    make: type[Installer],
+    options: Options,
+    places: _Places,
+    watch: Watch,
+) -> Installer:
+    site = make(model, report, options)
+    watch.built(site.nbytes)
+    site.take()
+    try:
+        modules = [(model.get_submodule(path), m) for path, m in site.replacements().items()]
+    except BaseException:
+        site.give_back()
+        raise
+    for stock, module in modules:
+        _put(places[id(stock)], module)
+    return site
+
+
+def _kept(report: SiteReport, error: Exception) -> SiteReport:
+    lines = str(error).strip().splitlines()
+    why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    return replace(report, decision="keep", reason=f"{_FAILED}{why}", launches_saved=0)
 
 
 def _restore(model: nn.Module) -> None:
     sites = {}
+    for module in list(replacements_in(model)):
+        sites[id(module.site)] = module.site
     for holder_and_key in _places(model).values():
         holder, key = holder_and_key[0]
         module = holder._modules[key]
-        if isinstance(module, (FusedNormLinear, PackedSlice)):
+        site = vars(module).get("site")
+        if isinstance(site, Installer):
             stock = module.stock
             stock.training = module.training
-            sites[id(module.site)] = module.site
             _put(holder_and_key, stock)
     for site in sites.values():
         site.give_back()
 
 
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def _places(model: nn.Module) -> _Places:
     """Where each submodule hangs (a shared one hangs in several places), by its id."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    places: _Places = {}
     for holder in model.modules():
         for key, child in holder._modules.items():
             if child is not None:
