@@ -17,6 +17,7 @@ _HOME_OF = {
     "patch": "flashnorm_triton.models",
     "patched": "flashnorm_triton.models",
     "audit": "flashnorm_triton.models",
+    "fold_checkpoint": "flashnorm_triton.checkpoints",
     "tune": "flashnorm_triton.tuning.run",
 }
 
