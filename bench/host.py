@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from bench import report
-from bench.norm_linear import DTYPE, EPS, Stock, plan_of
+from bench.cases import DTYPE, EPS, Stock
+from bench.norm_linear import plan_of
 from bench.shapes import SHAPES, Shape, parse_tokens
 from flashnorm_triton import ops, results, runtime
 from flashnorm_triton.tuning import measure
