@@ -1,4 +1,4 @@
-"""The command line: ``flashnorm demo | audit | tune | fold | info``."""
+"""The command line: ``flashnorm demo | audit | tune | info``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from flashnorm_triton.checkpoints.command import fold
 from flashnorm_triton.tuning.command import tune
 
 app = typer.Typer(
@@ -123,7 +122,6 @@ def _skeleton(model: str) -> Any:
 
 
 app.command()(tune)
-app.command()(fold)
 
 
 @app.command()

@@ -63,6 +63,7 @@ class Installer:
 # decision, form -> where the class is; imported when first needed, so that rooms stay apart.
 _INSTALLERS: dict[tuple[str, str], str] = {
     ("fuse", "packed"): "flashnorm_triton.models.packed:PackedSite",
+    ("norm_only", ""): "flashnorm_triton.models.norm_only:NormOnlySite",
 }
 
 
