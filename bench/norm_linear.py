@@ -5,115 +5,69 @@ far is it from the bare matmul (the bound of a free norm), and is it as accurate
 module? Every cell is one interleaved run of CUDA-graph replays (``tuning/measure.py``).
 
     python bench/norm_linear.py [--out FILE] [--shapes ...] [--tokens ...] [--rounds R] [--quick]
+    python bench/norm_linear.py --untuned
 
-Results are written after every cell. Exit: 0 when the numerics contract holds in every cell, 1
-when it does not or a cell failed, 2 for bad arguments or no GPU.
+bf16 in all cells, then a part of them in fp16 (a file of its own). ``--untuned`` hides the tables:
+what the built-in plans alone give. Results are written after every cell, and last the goals, each
+with what was reached. Exit: 0 when the numerics contract holds in every cell, 1 when it does not or
+a cell failed, 2 for bad arguments or no GPU; a missed goal of speed is printed, and no error.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor, nn
 
-from bench import accuracy, report
-from bench.shapes import QUICK_TOKENS, SHAPES, TOKENS, Shape, parse_shapes, parse_tokens
-from flashnorm_triton import algebra, ops, plans, results, runtime, tables
+from bench import accuracy, goals, report
+from bench.cases import DTYPE, EPS, Case, warm
+from bench.shapes import (
+    FP16_SHAPES,
+    FP16_TOKENS,
+    QUICK_TOKENS,
+    SHAPES,
+    TOKENS,
+    Shape,
+    parse_shapes,
+    parse_tokens,
+)
+from flashnorm_triton import ops, plans, results, runtime, tables
 from flashnorm_triton.tuning import measure
 
 ROOT = Path(__file__).resolve().parents[1]
-EPS = 1e-5
-DTYPE = torch.bfloat16
-# One compile is seconds, so the compiled baseline is measured at these row counts only.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# One compile takes a second or more, so beyond these row counts the compiled baseline is measured
+# only as far as the time allows.
 COMPILED_TOKENS = (1, 16, 256, 4096)
-UNFUSED = ("stock", "rms_norm+linear", "triton_norm+linear", "compiled")
-WARM_TIMEOUT_S = 120
+UNFUSED = ("stock", "rms_norm+linear", "triton_norm+linear", "liger_norm+linear", "compiled")
+# What is timed where the question is not the best baseline, but ours.
+LIGHT = ("ours", "gemm_only", "triton_norm+linear", "rms_norm+linear")
+WARM_TIMEOUT_S = 60
 CELL_BUDGET_S = 2.0
+_JOBS = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
 
 
-class Stock(nn.Module):
-    """transformers' LlamaRMSNorm, then ``nn.Linear``: what a patched model replaces."""
-
-    def __init__(self, gain: Tensor, weight: Tensor) -> None:
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-        super().__init__()
-        n, k = weight.shape
-        with torch.device("meta"):
-            self.norm = LlamaRMSNorm(k, eps=EPS)
-            self.linear = nn.Linear(k, n, bias=False)
-        self.norm.weight = nn.Parameter(gain, requires_grad=False)
-        self.linear.weight = nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x))
-
-
-class Case:
-    """The weights of one shape: as many copies as one row needs to get past the L2 cache."""
-
-    def __init__(
-        self, shape: Shape, *, cache_bytes: int, memory_bytes: int, device: str = "cuda"
-    ) -> None:
-        self.shape = shape
-        self.device = torch.device(device)
-        self._cache, self._memory = cache_bytes, memory_bytes
-        copies = self.copies(1)
-        n, k = shape.n, shape.k
-        self.gains = [(1 + 0.5 * torch.randn(k, device=device)).to(DTYPE) for _ in range(copies)]
-        self.weights = [
-            (torch.randn(n, k, device=device) * k**-0.5).to(DTYPE) for _ in range(copies)
-        ]
-        self.folded = [
-            algebra.fold(w, g.float()) for w, g in zip(self.weights, self.gains, strict=True)
-        ]
-        self.stock = [Stock(g, w) for g, w in zip(self.gains, self.weights, strict=True)]
-        self.weight64 = self.weights[0].double()
-
-    def copies(self, m: int) -> int:
-        bytes_per_call = 2 * self.shape.k * (self.shape.n + m)
-        return measure.copies_past_cache(
-            bytes_per_call, cache_bytes=self._cache, memory_bytes=self._memory
-        )
-
-    def candidates(self, x: Sequence[Tensor], *, compiled: bool) -> dict[str, Callable]:
-        """Ours first; every callable takes the rotation index."""
-        linear, rms_norm = nn.functional.linear, nn.functional.rms_norm
-        gains, weights, folded, stock = self.gains, self.weights, self.folded, self.stock
-        k = self.shape.k
-        found: dict[str, Callable[[int], Tensor]] = {
-            "ours": lambda i: ops.norm_linear(x[i], folded[i], EPS),
-            "ours again": lambda i: ops.norm_linear(x[i], folded[i], EPS),
-            "gemm_only": lambda i: linear(x[i], weights[i]),
-            "triton_norm+linear": lambda i: linear(ops.rms_norm(x[i], EPS, gains[i]), weights[i]),
-            "rms_norm+linear": lambda i: linear(rms_norm(x[i], (k,), gains[i], EPS), weights[i]),
-            "stock": lambda i: stock[i](x[i]),
-        }
-        if compiled:
-            torch._dynamo.reset()  # or a shape too many makes it fall back to eager
-            call = torch.compile(self._functional, dynamic=False)
-            found["compiled"] = lambda i: call(x[i], gains[i], weights[i])
-        return found
-
-    def _functional(self, x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-        parameters = {"norm.weight": gain, "linear.weight": weight}
-        return torch.func.functional_call(self.stock[0], parameters, (x,))
-
-
-def plan_of(shape: Shape, m: int, device: plans.Device) -> dict[str, object]:
+def plan_of(
+    shape: Shape, m: int, device: plans.Device, dtype: torch.dtype = DTYPE
+) -> dict[str, object]:
     """The plan that the operation chooses for this cell on ``device``."""
-    problem = plans.Problem(str(DTYPE).removeprefix("torch."), m, shape.n, shape.k)
+    problem = plans.Problem(_name(dtype), m, shape.n, shape.k)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return tables.lookup(problem, device, name).as_dict()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def floor_us(shape: Shape, m: int, copy_tb_s: float, matmul_tflops: float) -> float:
@@ -149,13 +103,12 @@ def compare(timings: dict[str, measure.Timing]) -> dict[str, Any]:
     return fields
 
 
-def identity(shape: Shape, m: int) -> dict[str, Any]:
+def identity(shape: Shape, m: int, dtype: torch.dtype = DTYPE) -> dict[str, Any]:
     """The fields that every record has, measured or not."""
-    dtype = str(DTYPE).removeprefix("torch.")
     return {
         "case": shape.case,
         "op": "norm_linear",
-        "dtype": dtype,
+        "dtype": _name(dtype),
         "m": m,
         "n": shape.n,
         "k": shape.k,
@@ -171,10 +124,14 @@ def measure_cell(
     compiled: bool,
     head: dict[str, Any],
     facts: plans.Device,
+    light: bool = False,
 ) -> dict[str, Any]:
-    """One record. A baseline that fails is named in ``failed``; ours failing raises."""
-    shape = case.shape
-    record = {**identity(shape, m), "plan": plan_of(shape, m, facts)}
+    """One record. A baseline that fails is named in ``failed``; ours failing raises.
+
+    ``light``: only the baselines of ``LIGHT``.
+    """
+    shape, dtype = case.shape, case.dtype
+    record = {**identity(shape, m, dtype), "plan": plan_of(shape, m, facts, dtype)}
     verdict = accuracy.check(
         lambda rows: ops.norm_linear(rows, case.folded[0], EPS),
         case.stock[0],
@@ -182,11 +139,13 @@ def measure_cell(
         weight64=case.weight64,
         eps=EPS,
         m=m,
-        dtype=DTYPE,
+        dtype=dtype,
     )
     copies = case.copies(m)
-    x = [torch.randn(m, shape.k, dtype=DTYPE, device=case.device) for _ in range(copies)]
+    x = [torch.randn(m, shape.k, dtype=dtype, device=case.device) for _ in range(copies)]
     candidates = case.candidates(x, compiled=compiled)
+    if light:
+        candidates = {name: candidates[name] for name in LIGHT}
     replays: dict[str, measure.Replay] = {}
     failed: dict[str, str] = {}
     for name, fn in candidates.items():
@@ -221,6 +180,7 @@ def sweep(
     save: Callable[[list[dict[str, Any]]], None],
     budget_s: float,
     log: report.Log,
+    dtype: torch.dtype = DTYPE,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Measure every cell, saving after each; the records and whether the budget sufficed.
 
@@ -236,23 +196,14 @@ def sweep(
                 case = case or make_case(shape)
                 record = cell(case, m)
             except Exception as error:
-                record = {**identity(shape, m), "error": f"{type(error).__name__}: {error}"[:2000]}
+                record = {
+                    **identity(shape, m, dtype),
+                    "error": f"{type(error).__name__}: {error}"[:2000],
+                }
             records.append(record)
             save(records)
             log(describe(record))
     return records, True
-
-
-def warm(shapes: Sequence[Shape], tokens: Sequence[int], part: int, parts: int) -> None:
-    """Compile every ``parts``-th cell's kernels, so that Triton's disk cache holds them."""
-    for shape in shapes:
-        weight = torch.randn(shape.n, shape.k, dtype=DTYPE, device="cuda")
-        gain = torch.randn(shape.k, dtype=DTYPE, device="cuda")
-        for m in tokens[part::parts]:
-            x = torch.randn(m, shape.k, dtype=DTYPE, device="cuda")
-            ops.norm_linear(x, weight, EPS)
-            ops.rms_norm(x, EPS, gain)
-    torch.cuda.synchronize()
 
 
 def warm_in_parallel(argv: Sequence[str], parts: int, log: report.Log) -> None:
@@ -280,6 +231,19 @@ def warm_in_parallel(argv: Sequence[str], parts: int, log: report.Log) -> None:
     log(f"kernels compiled by {parts} processes")
 
 
+def affordable(seconds: float, done: int, cells: int, budget_s: float) -> bool:
+    """Whether the next of ``cells`` cells may take its time: the run is not behind its pace."""
+    return seconds <= budget_s * (done + 1) / cells
+
+
+def result_path(args: argparse.Namespace, gpu: str, dtype: str) -> Path:
+    """Where the records of one dtype go: bf16 under the plain name, tables hidden under another."""
+    path = args.out or ROOT / "bench" / "results" / results.gpu_slug(gpu) / (
+        "norm_linear_untuned.json" if args.untuned else "norm_linear.json"
+    )
+    return path if dtype == args.dtypes[0] else path.with_stem(f"{path.stem}_{dtype}")
+
+
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     log = report.Log()
     if args.jobs > 1:
@@ -287,46 +251,73 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     torch.manual_seed(args.seed)
     backend = measure.CudaBackend()
     head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
+    head["liger_kernel"] = _installed("liger-kernel")
+    head["tables"] = os.environ.get("FLASHNORM_TABLES", "on")
     log(f"{head['gpu']}: copy {head['copy_tb_s']:.2f} TB/s, {head['matmul_tflops']:.0f} TFLOP/s")
-    path = args.out or (
-        ROOT / "bench" / "results" / results.gpu_slug(head["gpu"]) / "norm_linear.json"
-    )
-    device = torch.cuda.current_device()
-    facts = runtime.device_facts(device)
-    properties = torch.cuda.get_device_properties(device)
+    facts = runtime.device_facts(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    failed = False
+    for name in args.dtypes:
+        dtype, path = DTYPES[name], result_path(args, head["gpu"], name)
+        shapes, tokens = args.cells[name]
+        light = args.untuned or name != "bf16"
+        done = 0
 
-    def make_case(shape: Shape) -> Case:
-        return Case(
-            shape,
-            cache_bytes=properties.L2_cache_size,
-            memory_bytes=properties.total_memory // 4,
+        def make_case(shape: Shape, dtype: torch.dtype = dtype) -> Case:
+            return Case(
+                shape,
+                cache_bytes=properties.L2_cache_size,
+                memory_bytes=properties.total_memory // 4,
+                dtype=dtype,
+            )
+
+        def cell(
+            case: Case, m: int, light: bool = light, cells: int = len(shapes) * len(tokens)
+        ) -> dict[str, Any]:
+            nonlocal done
+            paced = affordable(log.seconds, done, cells, args.compile_budget)
+            done += 1
+            return measure_cell(
+                case,
+                m,
+                backend=backend,
+                rounds=args.rounds,
+                compiled=args.compiled and not light and (m in COMPILED_TOKENS or paced),
+                head=head,
+                facts=facts,
+                light=light,
+            )
+
+        def save(records: list[dict[str, Any]], path: Path = path, name: str = name) -> None:
+            judged = goals.judge(records, goals.UNTUNED if args.untuned else goals.TUNED)
+            results.save(path, {**head, "goals": judged} if name == "bf16" else head, records)
+
+        records, complete = sweep(
+            shapes,
+            tokens,
+            make_case=make_case,
+            cell=cell,
+            save=save,
+            budget_s=args.budget,
+            log=log,
+            dtype=dtype,
         )
+        print(f"\n{name}" + report.operation_table(records), flush=True)
+        if name == "bf16":
+            judged = goals.judge(records, goals.UNTUNED if args.untuned else goals.TUNED)
+            print(goals.table(judged), flush=True)
+        if not complete:
+            log(f"stopped at the budget of {args.budget:.0f} s with {len(records)} cells measured")
+        log(f"written: {path}")
+        failed |= not complete or bool(report.contract_failures(records))
+    return int(failed)
 
-    def cell(case: Case, m: int) -> dict[str, Any]:
-        return measure_cell(
-            case,
-            m,
-            backend=backend,
-            rounds=args.rounds,
-            compiled=args.compiled and m in COMPILED_TOKENS,
-            head=head,
-            facts=facts,
-        )
 
-    records, complete = sweep(
-        args.shapes,
-        args.tokens,
-        make_case=make_case,
-        cell=cell,
-        save=lambda records: results.save(path, head, records),
-        budget_s=args.budget,
-        log=log,
-    )
-    print(report.operation_table(records), flush=True)
-    if not complete:
-        log(f"stopped at the budget of {args.budget:.0f} s with {len(records)} cells measured")
-    log(f"written: {path}")
-    return 1 if not complete or report.contract_failures(records) else 0
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -352,22 +343,37 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", help="row counts M")
     parser.add_argument("--rounds", type=int, help="timed rounds a cell (default 21)")
     parser.add_argument("--quick", action="store_true", help="few row counts, nothing compiled")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bf16, part of it fp16")
+    parser.add_argument("--untuned", action="store_true", help="hide the tables (built-in plans)")
     parser.add_argument("--no-compiled", dest="compiled", action="store_false")
-    parser.add_argument("--jobs", type=int, default=6, help="processes that compile kernels first")
+    parser.add_argument(
+        "--compile-budget",
+        type=float,
+        default=130,
+        metavar="S",
+        help=(
+            f"compile beyond M = {COMPILED_TOKENS} only while all cells fit this many seconds (130)"
+        ),
+    )
+    parser.add_argument("--jobs", type=int, default=_JOBS, help="processes that compile first")
     parser.add_argument("--budget", type=float, default=480, help="seconds, then stop (480)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
-        args.shapes = parse_shapes(args.shapes) if args.shapes else SHAPES
-        default = QUICK_TOKENS if args.quick else TOKENS
-        args.tokens = parse_tokens(args.tokens) if args.tokens else default
+        shapes = parse_shapes(args.shapes) if args.shapes else None
+        tokens = parse_tokens(args.tokens) if args.tokens else None
     except ValueError as error:
         parser.error(str(error))
-    if args.quick:
-        args.compiled = False
+    few = QUICK_TOKENS if args.quick else None
+    all_cells = (shapes or SHAPES, tokens or few or TOKENS)
+    some = (shapes or FP16_SHAPES, tokens or few or FP16_TOKENS)
+    only_fp16 = args.dtype == ["fp16"]
+    args.cells = {"bf16": all_cells, "fp16": all_cells if only_fp16 else some}
+    args.dtypes = tuple(args.dtype or (("bf16",) if args.quick or args.untuned else DTYPES))
+    args.compiled &= not (args.quick or args.untuned)
     if args.rounds is None:
-        args.rounds = measure.MIN_ROUNDS if args.quick else 21
+        args.rounds = measure.MIN_ROUNDS if args.quick or args.untuned else 21
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: at least 1")
     return args
@@ -375,6 +381,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    if args.untuned:
+        os.environ["FLASHNORM_TABLES"] = "off"
+        tables.forget()
     # A plan that gave way would be timed under the name of the plan that was chosen.
     warnings.filterwarnings("error", message="flashnorm_triton", category=RuntimeWarning)
     try:
@@ -384,8 +393,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     with torch.no_grad():
         if args.warm:
-            part, parts = args.warm.split("/")
-            warm(args.shapes, args.tokens, int(part), int(parts))
+            part, parts = (int(number) for number in args.warm.split("/"))
+            for name in args.dtypes:
+                cells = [(shape, m) for shape in args.cells[name][0] for m in args.cells[name][1]]
+                compiled = args.compiled and name == "bf16"
+                warm(cells[part::parts], DTYPES[name], compiled=compiled)
             return 0
         return run(args, argv)
 

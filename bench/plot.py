@@ -147,7 +147,7 @@ def _legend(rated: Sequence[Mapping[str, Any]]) -> list[Any]:
     from matplotlib.patches import Patch
 
     handles: list[Any] = [
-        Line2D([], [], color=OURS, marker="o", markersize=3.6, label="fused, bf16"),
+        Line2D([], [], color=OURS, marker="o", markersize=3.6, label=f"fused, {rated[0]['dtype']}"),
         Patch(color=OURS, alpha=0.25, label="20–80 % of rounds"),
         Line2D([], [], color=BOUND, linestyle="--", label="if the norm were free"),
     ]

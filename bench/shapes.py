@@ -31,8 +31,11 @@ SHAPES = (
     Shape("llama-3.1-8b.qkv", 4096, 6144),
     Shape("llama-3.1-8b.gate_up", 4096, 28672),
 )
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_TOKENS = (1, 4, 16, 256)
+# float16 is served by the same kernels: a part of the cells says whether it keeps the contract.
+FP16_SHAPES = (SHAPES[1], SHAPES[2], SHAPES[4])
+FP16_TOKENS = (1, 4, 16, 64, 512, 2048)
 
 
 def parse_shapes(names: Iterable[str]) -> tuple[Shape, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None, same_dtype: bool = True) -> None:
@@ -80,6 +81,53 @@ def check_norm_linear(
         if same_dtype and bias.dtype != x.dtype:
             raise TypeError(f"bias is {bias.dtype}, x is {x.dtype}: convert one of them")
         _same_device("bias", bias, x)
+
+
+def check_epilogue(
+    x: Tensor,
+    weight: Tensor,
+    row_sums: Tensor | None,
+    residual: Tensor | None,
+    activation: str | None,
+    gated: bool,
+    same_dtype: bool = True,
+) -> None:
+    """Raise TypeError or ValueError unless these arguments go with an x and weight that are right.
+
+    To be called after ``check_norm_linear``. ``same_dtype`` is False under autocast.
+    """
+    n = weight.shape[0]
+    if row_sums is not None:
+        if row_sums.shape != weight.shape[:1]:
+            raise ValueError(
+                f"row_sums has shape {tuple(row_sums.shape)}, but weight has N = {n}: it must be "
+                f"({n},), the sum of gain * weight over each row"
+            )
+        if row_sums.dtype not in (torch.float32, torch.promote_types(x.dtype, torch.float32)):
+            raise TypeError(f"row_sums is {row_sums.dtype}: compute it in float32")
+        _same_device("row_sums", row_sums, x)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation is {activation!r}; it must be None or one of {', '.join(ACTIVATIONS)}: "
+            "apply any other to the result"
+        )
+    if not isinstance(gated, bool):
+        raise TypeError(f"gated is {gated!r}; it must be True or False")
+    if gated and n % 2:
+        raise ValueError(
+            f"weight has N = {n} rows; a gated pair needs an even number, the gate's and then as "
+            "many of the up projection"
+        )
+    if residual is not None:
+        wanted = (*x.shape[:-1], n // 2 if gated else n)
+        if residual.shape != wanted:
+            raise ValueError(
+                f"residual has shape {tuple(residual.shape)}, but the result has {wanted}: they "
+                "must be equal"
+            )
+        if residual.dtype not in DTYPES or (same_dtype and residual.dtype != x.dtype):
+            raise TypeError(f"residual is {residual.dtype}, x is {x.dtype}: convert one of them")
+        _same_device("residual", residual, x)
 
 
 def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``flashnorm demo | audit | tune | info``."""
+"""The command line: ``flashnorm demo | audit | tune | fold | info``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flashnorm_triton.checkpoints.command import fold
 from flashnorm_triton.tuning.command import tune
 
 app = typer.Typer(
@@ -122,6 +123,7 @@ def _skeleton(model: str) -> Any:
 
 
 app.command()(tune)
+app.command()(fold)
 
 
 @app.command()

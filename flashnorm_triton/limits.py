@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from flashnorm_triton.plans import Device, Plan, Problem
+from flashnorm_triton.plans import EPILOGUES, Device, Plan, Problem
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 TMA_FORMS = ("scaled_gemm", "hopper_swap", "hopper_rows")
@@ -111,6 +111,19 @@ def accumulators(plan: Plan) -> int:
     return (plan.block_m * plan.block_n + squares) // threads
 
 
+def unserved(plan: Plan, problem: Problem) -> str | None:
+    """Why the kernels of a plan do not have a problem's epilogue; None when they do."""
+    asked = {
+        "centred": problem.centred,
+        "activation": problem.activation,
+        "gated": problem.gated,
+        "residual": problem.has_residual,
+    }
+    served = EPILOGUES.get(plan.form, ())
+    missing = [name for name, wanted in asked.items() if wanted and name not in served]
+    return f"form {plan.form!r} has no epilogue {', '.join(missing)}" if missing else None
+
+
 def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
     """Why a plan cannot serve a problem on a device; None when it can."""
     if plan.form == "reference":
@@ -119,6 +132,8 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
         return "it needs a GPU"
     if plan.form == "library":
         return None
+    if obstacle := unserved(plan, problem):
+        return obstacle
     if plan.form in TMA_FORMS:
         if device.backend != "cuda" or device.capability < 90:
             return "it needs the copy engine of compute capability 9.0 and later"

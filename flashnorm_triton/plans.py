@@ -13,6 +13,9 @@ STRATEGIES = ("single_pass", "stats_then_gemm", "unfused", "torch")
 FORMS = (
     "gemv", "tiles", "hopper_swap", "hopper_rows", "scaled_gemm", "library", "reference",
 )  # fmt: skip
+_WHOLE = ("centred", "activation", "gated", "residual")
+EPILOGUES: dict[str, tuple[str, ...]] = {"library": _WHOLE, "reference": _WHOLE}
+"""What each form can do to the scaled product beside a bias (``Problem.epilogue``)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,9 @@ class Problem:
     """One norm_linear: x (m, k) by weight (n, k). ``dtype`` is torch's short name ("bfloat16").
 
     ``tma`` says whether x and weight meet the copy engine's needs: 16-byte base and row stride.
+    The epilogue: ``centred`` takes the mean off (LayerNorm, through the weight's row sums);
+    ``activation`` is one of ``checks.ACTIVATIONS`` or ""; ``gated`` halves the output to
+    act(gate) * up, the n rows of the weight being [gate, up]; ``has_residual`` adds a tensor last.
     """
 
     dtype: str
@@ -105,6 +111,21 @@ class Problem:
     has_bias: bool = False
     has_gain: bool = False
     tma: bool = True
+    centred: bool = False
+    activation: str = ""
+    gated: bool = False
+    has_residual: bool = False
+
+    @property
+    def width(self) -> int:
+        """The columns of the result: n, or half of it for a gated pair."""
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def epilogue(self) -> str:
+        """What is done to the scaled product beside a bias; "" for a plain norm and linear."""
+        parts = ("centred" * self.centred, self.activation, "gated" * self.gated)
+        return "+".join(filter(None, (*parts, "residual" * self.has_residual)))
 
 
 MIN_CAPABILITY = 80
@@ -154,6 +175,8 @@ def choose(problem: Problem, device: Device) -> Plan:
     too_old = device.backend == "cuda" and device.capability < MIN_CAPABILITY
     if device.backend == "cpu" or problem.dtype == "float64" or too_old:
         return TORCH
+    if problem.epilogue:
+        return UNFUSED
     rows = bucket(problem.m)
     if rows <= 2:
         plan = _few_rows(problem, rows)

@@ -1,9 +1,10 @@
 """The benchmark result file: one header of where and with what, then records.
 
 A file is ``bench/results/<gpu_slug>/<name>.json``. Its records are all of one kind: timed
-operations (``norm_linear``: keys ``OPERATION_FIELDS``) or whole models (``generate``, ``decode``,
-``prefill``: keys ``MODEL_FIELDS``). A record that could not be measured says so in ``error`` and
-needs only its identity. Unknown extra keys are kept.
+operations (``norm_linear``: keys ``OPERATION_FIELDS``), whole models (``generate``, ``decode``,
+``prefill``: keys ``MODEL_FIELDS``), host time a call (``host``: keys ``HOST_FIELDS``) or plan
+families launched over and over (``soak``: keys ``SOAK_FIELDS``). A record that could not be
+measured says so in ``error`` and needs only its identity. Unknown extra keys are kept.
 """
 
 from __future__ import annotations
@@ -69,6 +70,29 @@ MODEL_FIELDS: dict[str, tuple[type, ...]] = {
     "launches": (int, type(None)),
     "fraction_of_bandwidth": (*_NUMBER, type(None)),
 }
+_HOST_IDENTITY: dict[str, tuple[type, ...]] = {
+    "call": (str,), "dtype": (str,), "m": (int,), "n": (int,), "k": (int,),
+}  # fmt: skip
+HOST_FIELDS: dict[str, tuple[type, ...]] = {
+    **_HOST_IDENTITY,
+    "plan": (dict,),
+    "host_us": (dict,),
+}
+_SOAK_IDENTITY: dict[str, tuple[type, ...]] = {"family": (str,)}
+SOAK_FIELDS: dict[str, tuple[type, ...]] = {
+    **_SOAK_IDENTITY,
+    "launches": (int,),
+    "mismatches": (int,),
+    "members": (list,),
+}
+# The key by which a record is told, what a failed one needs, and what a measured one needs.
+_KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]]], ...] = (
+    ("op", _OPERATION_IDENTITY, OPERATION_FIELDS),
+    ("call", _HOST_IDENTITY, HOST_FIELDS),
+    ("family", _SOAK_IDENTITY, SOAK_FIELDS),
+    ("model", _MODEL_IDENTITY, MODEL_FIELDS),
+)
+_TIMES_BY_NAME = ("baselines_us", "host_us")
 
 
 class ResultsError(ValueError):
@@ -199,14 +223,18 @@ def validate(head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> N
         what = f"record {index}"
         if not isinstance(record, Mapping):
             raise ResultsError(f"{what} is {record!r}: it must be an object")
-        operation = "op" in record
+        identity, fields = next(
+            ((needs, all_) for key, needs, all_ in _KINDS if key in record),
+            (_MODEL_IDENTITY, MODEL_FIELDS),
+        )
         if record.get("error"):
-            _check(what, record, _OPERATION_IDENTITY if operation else _MODEL_IDENTITY)
+            _check(what, record, identity)
             continue
-        _check(what, record, OPERATION_FIELDS if operation else MODEL_FIELDS)
-        if operation:
-            for name, us in record["baselines_us"].items():
-                _check(f"{what}, baselines_us", {name: us}, {name: _NUMBER})
+        _check(what, record, fields)
+        for name in _TIMES_BY_NAME:
+            if name in fields:
+                for called, us in record[name].items():
+                    _check(f"{what}, {name}", {called: us}, {called: _NUMBER})
 
 
 def save(path: Path | str, head: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:

@@ -135,14 +135,17 @@ def test_site_is_left_alone_with_the_reason(case: str) -> None:
     model = tiny_model("llama")
     change(model)
     site = _first(model)
-    assert site.decision == "keep" and reason in site.reason
+    kept = ("norm hook", "on meta", "forward replaced", "wide gain", "eps")
+    assert site.decision == ("keep" if case in kept else "norm_only") and reason in site.reason
+    assert site.form == ""
     norm = model.get_submodule(NORM)
     ids = token_ids()
     expected = None
     if case not in ("on meta", "mixed dtypes", "wide gain"):
         expected = model(ids).logits
     handle = fn.patch(model)
-    assert model.get_submodule(NORM) is norm
+    if case in kept:
+        assert model.get_submodule(NORM) is norm
     others = 2 if case in ("tied", "forward replaced") else 3
     assert len(handle.report.fused) == others, handle.report.to_json()
     if expected is not None:
@@ -196,6 +199,11 @@ class Block(nn.Module):
                 residual = residual + self.down(F.linear(x, self.up.weight))
             case "conditional":
                 residual = residual + self.down(self.up(self.norm(x)))
+            case "residual written":
+                residual.add_(1.0)
+                y = y.double().float()
+            case "halved":
+                y = 0.5 * y
             case "rows":
                 y = y.reshape(-1, y.shape[-1])[:, None].squeeze(1).view(*x.shape[:-1], -1)
         up, gate = self.up(y), self.gate(y)
@@ -209,30 +217,59 @@ class Block(nn.Module):
 
 VARIANTS = {
     "residual": "read by add",
-    "size": "the size of its output's last dimension is computed with",
-    "size into op": "the size of its output's last dimension goes into arange",
     "heads": "view in Block depends on its output's last dimension",
-    "literal": "reshape in Block depends on its output's last dimension",
     "part": "getitem in Block depends on its output's last dimension",
-    "cast": "cast to float64",
     "dropout": "read by dropout",
     "jitter": "read by mul in Block",
-    "second input": "up also reads something other than this norm's output",
-    "weight borrowed": "the weight of up is also used by the code of Block",
-    "conditional": "does not go to the same linears at every call",
-    "strided": "with packed outputs the model fails or returns other shapes",
     "returned": "also returned as normed by Block",
     "returned beside": "also an output of the model",
+}
+NORM_ONLY_VARIANTS = {
+    "second input": "up also reads something other than this norm's output",
+    "weight borrowed": "the weight of up is also used by the code of Block",
+    "residual written": "its input is changed in place by add in Block",
+    "halved": "its output is scaled before up, which has a bias",
+}
+PASSED_VARIANTS = {
+    "size": "the size of its output's last dimension is computed with",
+    "size into op": "the size of its output's last dimension goes into arange",
+    "literal": "reshape in Block depends on its output's last dimension",
+    "cast": "cast to float64",
+    "conditional": "does not go to the same modules at every call",
+    "strided": "with packed outputs the model fails or returns other shapes",
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_data_flow_that_packing_would_break(variant: str) -> None:
+def test_data_flow_that_fusing_would_break(variant: str) -> None:
     block, inputs = Block(variant).eval(), (torch.randn(2, 5, 24),)
     (site,) = audit(block, example_inputs=inputs).sites
     assert site.decision == "keep" and VARIANTS[variant] in site.reason, site.reason
     with pytest.warns(UserWarning, match="nothing to patch in Block"):
         fn.patch(block, example_inputs=inputs)
+
+
+@pytest.mark.parametrize("variant", NORM_ONLY_VARIANTS)
+def test_data_flow_that_leaves_the_norm_alone(variant: str) -> None:
+    block, inputs = Block(variant).eval(), (torch.randn(2, 5, 24),)
+    (site,) = audit(block, example_inputs=inputs).sites
+    assert site.decision == "norm_only" and NORM_ONLY_VARIANTS[variant] in site.reason, site.reason
+    assert site.form == "" and site.launches_saved >= 0
+
+
+@pytest.mark.parametrize("variant", PASSED_VARIANTS)
+def test_data_flow_that_packing_would_break(variant: str) -> None:
+    block, inputs = Block(variant).eval(), (torch.randn(2, 5, 24),)
+    (site,) = audit(block, example_inputs=inputs).sites
+    assert (site.decision, site.form) == ("fuse", "passthrough"), site.reason
+    assert PASSED_VARIANTS[variant] in site.reason
+
+
+def test_scaling_commutes_with_linears_without_a_bias() -> None:
+    block, inputs = Block("halved").eval(), (torch.randn(2, 5, 24),)
+    block.up.bias = block.gate.bias = None
+    (site,) = audit(block, example_inputs=inputs).sites
+    assert (site.decision, site.form) == ("fuse", "packed"), site.reason
 
 
 @pytest.mark.parametrize("variant", ["plain", "rows"])
@@ -290,7 +327,8 @@ def test_peft_lora() -> None:
     model = tiny_model("llama")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj"], r=4))
     site = next(s for s in audit(adapted).sites if s.norm.endswith(NORM))
-    assert site.decision == "keep" and "is a peft.tuners.lora.layer.Linear" in site.reason
+    assert site.decision == "norm_only" and "is a peft.tuners.lora.layer.Linear" in site.reason
+    assert site.consumer_kinds == ("linear", "foreign", "linear")
 
 
 def test_accelerate_offload() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import accuracy, norm_linear, report
+from bench import accuracy, cases, norm_linear, report
 from bench.shapes import SHAPES, TOKENS, Shape, parse_shapes, parse_tokens
 from flashnorm_triton import algebra, ops, plans, results
 from flashnorm_triton.tuning import measure
@@ -36,7 +37,7 @@ HEAD = {
 # --- shapes -------------------------------------------------------------------------------------
 
 
-def test_the_sweep_is_six_shapes_by_thirteen_row_counts():
+def test_the_sweep_is_six_shapes_by_fourteen_row_counts():
     sizes = [(shape.k, shape.n) for shape in SHAPES]
     assert sizes == [
         (576, 960),
@@ -46,7 +47,7 @@ def test_the_sweep_is_six_shapes_by_thirteen_row_counts():
         (4096, 6144),
         (4096, 28672),
     ]
-    assert tuple(1 << i for i in range(13)) == TOKENS
+    assert tuple(1 << i for i in range(14)) == TOKENS
 
 
 def test_shapes_by_name_and_by_size():
@@ -69,7 +70,7 @@ def site():
     torch.manual_seed(11)
     weight = (torch.randn(N, K) * K**-0.5).bfloat16()
     gain = (1 + 0.5 * torch.randn(K)).bfloat16()
-    return gain, weight, algebra.fold(weight, gain.float()), norm_linear.Stock(gain, weight)
+    return gain, weight, algebra.fold(weight, gain.float()), cases.Stock(gain, weight)
 
 
 def verdict(site, op, m=64):
@@ -247,7 +248,7 @@ class FakeDevice:
 
 
 def tiny_case(shape=SHAPE):
-    return norm_linear.Case(shape, cache_bytes=200_000, memory_bytes=10**9, device="cpu")
+    return cases.Case(shape, cache_bytes=200_000, memory_bytes=10**9, device="cpu")
 
 
 def cell(case, m, backend):
@@ -367,6 +368,50 @@ def test_a_sweep_stops_at_its_budget_with_what_it_has():
     assert not complete and len(records) == 4
 
 
+def test_fp16_is_measured_as_fp16():
+    torch.manual_seed(3)
+    case = cases.Case(
+        SHAPE, cache_bytes=200_000, memory_bytes=10**9, device="cpu", dtype=torch.float16
+    )
+    with torch.no_grad():
+        record = norm_linear.measure_cell(
+            case, 4, backend=FakeDevice(us=60.0), rounds=15, compiled=False, head=HEAD,
+            facts=plans.Device("cpu"), light=True,
+        )  # fmt: skip
+    results.validate(HEAD, [record])
+    assert record["dtype"] == "float16" and record["contract_ok"]
+    assert set(record["baselines_us"]) == set(norm_linear.LIGHT) - {"ours"}
+    assert case.folded[0].dtype == case.stock[0].linear.weight.dtype == torch.float16
+
+
+def test_liger_is_a_baseline_where_it_is_installed(monkeypatch):
+    module = types.ModuleType("liger_kernel.ops.rms_norm")
+
+    class LigerRMSNormFunction:
+        @staticmethod
+        def apply(x, gain, eps, offset, casting, in_place):
+            assert (eps, offset, casting, in_place) == (cases.EPS, 0.0, "llama", False)
+            return torch.nn.functional.rms_norm(x, (K,), gain, eps)
+
+    module.LigerRMSNormFunction = LigerRMSNormFunction
+    case, x = tiny_case(), [torch.randn(2, K, dtype=torch.bfloat16)]
+    monkeypatch.setattr(cases.importlib.util, "find_spec", lambda name: None)
+    assert "liger_norm+linear" not in case.candidates(x, compiled=False)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", module)
+    monkeypatch.setattr(cases.importlib.util, "find_spec", lambda name: object())
+    found = case.candidates(x, compiled=False)
+    with torch.no_grad():
+        assert torch.equal(found["liger_norm+linear"](0), found["rms_norm+linear"](0))
+    timings = {"ours": steady(5.0), "stock": steady(9.0), "liger_norm+linear": steady(7.0)}
+    assert norm_linear.compare(timings)["best_unfused"] == "liger_norm+linear"
+
+
+def test_compiling_keeps_the_pace():
+    assert norm_linear.affordable(1.0, 0, 84, 130.0)
+    assert not norm_linear.affordable(65.0, 40, 84, 130.0)
+    assert norm_linear.affordable(60.0, 41, 84, 130.0)
+
+
 # --- the table ----------------------------------------------------------------------------------
 
 
@@ -397,39 +442,3 @@ def test_the_table_shows_losses_failures_and_gaps():
 def test_a_clean_table_has_no_failures():
     text = report.operation_table([good_record(SHAPES[0], 1)])
     assert "numerics contract: 0 failures in 1 cells" in text
-
-
-# --- the command line ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--shapes", "llama"], "unknown shape 'llama'"),
-        (["--tokens", "0"], "'0' is no number of tokens"),
-        (["--rounds", "0"], "--rounds 0"),
-    ],
-)
-def test_bad_arguments_are_refused(argv, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        norm_linear.main(argv)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
-    assert norm_linear.main(["--out", str(tmp_path / "r.json")]) == 2
-    assert "needs a GPU" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_a_quick_run_writes_valid_results(tmp_path, capsys):
-    path = tmp_path / "norm_linear.json"
-    argv = ["--shapes", "576x960", "--tokens", "1", "16", "--rounds", "5", "--jobs", "1"]
-    code = norm_linear.main([*argv, "--no-compiled", "--out", str(path)])
-    records = results.load(path).records
-    assert code == 0, capsys.readouterr().out
-    assert [record["m"] for record in records] == [1, 16]
-    assert records[0]["host_us"]["ours"] > 0
-    assert records[0]["poisoned_calls"][0] > 0

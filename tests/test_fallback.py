@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from flashnorm_triton import launch, ops, plans, reference, tables
+from flashnorm_triton import dispatch, launch, ops, plans, reference, tables
 from flashnorm_triton.ops import norm_linear
 from flashnorm_triton.plans import Plan
 
@@ -17,7 +17,7 @@ BROKEN = Plan("single_pass", "gemv", 1, 16, 64)
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch):
     """A CPU call whose first plan is BROKEN and whose second is plain torch."""
-    monkeypatch.setattr(ops, "_candidates", lambda *_: iter((BROKEN, plans.TORCH)))
+    monkeypatch.setattr(dispatch, "_candidates", lambda *_: iter((BROKEN, plans.TORCH)))
     ops.forget_plans()
     x, w = torch.randn(3, 32), torch.randn(8, 32)
     yield x, w
@@ -49,7 +49,7 @@ def test_out_of_memory_is_not_hidden(monkeypatch, call) -> None:
 
 
 def test_a_plan_asked_for_by_name_does_not_give_way(monkeypatch, call) -> None:
-    monkeypatch.setattr(ops, "_check_forced", lambda *_: None)
+    monkeypatch.setattr(dispatch, "check_forced", lambda *_: None)
     break_gemv(monkeypatch, RuntimeError("PassManager::run failed"))
     with pytest.raises(RuntimeError, match="PassManager"):
         norm_linear(*call, 1e-6, plan=BROKEN)

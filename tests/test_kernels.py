@@ -37,7 +37,7 @@ from plan_params import (
 )
 from torch import Tensor
 
-from flashnorm_triton import launch, plans, runtime
+from flashnorm_triton import plans, runtime
 from flashnorm_triton.compiled import Kernel
 from flashnorm_triton.ops import norm_linear
 from flashnorm_triton.plans import Plan
@@ -262,7 +262,8 @@ def test_tiles_refuse_a_gain_in_fp16(device):
 @pytest.mark.parametrize("form", ["tiles", "scaled_gemm"])
 def test_tensor_core_forms_refuse_fp32(form, device, monkeypatch):
     """Their products would be rounded to TF32, or be slow. The interpreter may: it is exact."""
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    compiled = SimpleNamespace(interpreting=lambda: False)
+    monkeypatch.setattr("flashnorm_triton.launch.common.runtime", compiled)
     case = make_case(33, 44, 516, torch.float32, device)
     with pytest.raises(ValueError, match=f"{form}.*float32"):
         norm_linear(*case, plan=a_plan(form))

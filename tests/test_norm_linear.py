@@ -23,7 +23,7 @@ from numerics import (
 from torch import Tensor
 
 import flashnorm_triton
-from flashnorm_triton import ops, plans, runtime
+from flashnorm_triton import dispatch, plans, runtime
 from flashnorm_triton.ops import norm_linear, rms_norm
 
 HALF = (torch.bfloat16, torch.float16)
@@ -219,7 +219,7 @@ def test_public_names():
 
 @pytest.mark.gpu
 def test_without_triton_it_warns_once_and_uses_torch(monkeypatch, device):
-    monkeypatch.setattr(ops, "_ready", {})
+    monkeypatch.setattr(dispatch, "_ready", {})
     monkeypatch.setattr(runtime, "triton_unavailable", lambda: "no C compiler (apt install gcc)")
     case = make_case(65, 40, 72, torch.bfloat16, device, bias=True)
     with pytest.warns(UserWarning, match=r"plain torch: no C compiler \(apt install gcc\)"):
@@ -325,14 +325,14 @@ def test_mixed_devices_after_a_good_call(field, other, device, monkeypatch):
         pytest.skip("x is on the CPU here: meta is the other device")
     case = good(device)
     # Should the check be missing, a kernel must not get a pointer that is not its GPU's.
-    sentinel = {key: _must_not_run for key in ops._ready}
-    monkeypatch.setattr(ops, "_ready", sentinel)
+    sentinel = {key: _must_not_run for key in dispatch._ready}
+    monkeypatch.setattr(dispatch, "_ready", sentinel)
     wrong = case._replace(**{field: getattr(case, field).to(other)})
     with pytest.raises(ValueError, match=f"{field} is on {other}: move"):
         norm_linear(*wrong)
     if field == "gain":
         rms_norm(case.x, case.eps, case.gain)
-        monkeypatch.setattr(ops, "_ready", {key: _must_not_run for key in ops._ready})
+        monkeypatch.setattr(dispatch, "_ready", {key: _must_not_run for key in dispatch._ready})
         with pytest.raises(ValueError, match=f"gain is on {other}: move"):
             rms_norm(case.x, case.eps, wrong.gain)
 
@@ -343,10 +343,10 @@ def _must_not_run(*args: object) -> Tensor:
 
 def test_a_refused_call_changes_nothing(device):
     case = good(device)
-    before, ready = [t.clone() for t in case if isinstance(t, Tensor)], dict(ops._ready)
+    before, ready = [t.clone() for t in case if isinstance(t, Tensor)], dict(dispatch._ready)
     with pytest.raises(ValueError):
         norm_linear(*case._replace(eps=-1.0))
-    assert ops._ready == ready
+    assert dispatch._ready == ready
     after = [t for t in case if isinstance(t, Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -366,15 +366,16 @@ def test_row_stride_that_passes_2_to_the_31(device):
 def test_plans_are_kept_between_calls(device, monkeypatch):
     """The second call of a shape looks nothing up: no plan is chosen, nothing is checked."""
     case = good(device)
-    for module, function in ((plans, "choose"), (ops, "check_norm_linear"), (ops, "_prepare")):
-        monkeypatch.setattr(module, function, _must_not_run)
+    monkeypatch.setattr(plans, "choose", _must_not_run)
+    for function in ("check_norm_linear", "_prepare"):
+        monkeypatch.setattr(dispatch, function, _must_not_run)
     assert_right(norm_linear(*case), case)
 
 
 def test_ever_new_lengths_do_not_fill_the_memory(device, monkeypatch):
-    monkeypatch.setattr(ops, "_ready", {})
-    monkeypatch.setattr(ops, "_READY_MOST", 8)
+    monkeypatch.setattr(dispatch, "_ready", {})
+    monkeypatch.setattr(dispatch, "_READY_MOST", 8)
     case = make_case(40, 24, 64, torch.bfloat16, device)
     for m in range(1, 41):
         assert_right(norm_linear(case.x[:m], *case[1:]), case._replace(x=case.x[:m]))
-        assert len(ops._ready) <= 8
+        assert len(dispatch._ready) <= 8

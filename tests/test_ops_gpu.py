@@ -10,7 +10,7 @@ from numerics import Case, assert_contract, assert_right, errors, make_case, ref
 from plan_params import distinct_plans, one_of_each_form, skip_unless_it_runs_here
 from torch import Tensor
 
-from flashnorm_triton import ops
+from flashnorm_triton import dispatch
 from flashnorm_triton.ops import norm_linear, rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -234,8 +234,8 @@ def test_threads(problem, plan, monkeypatch):
     expected = [norm_linear(*case, plan=plan) for case in cases]
     torch.cuda.synchronize()
     for _ in range(5):
-        monkeypatch.setattr(ops, "_ready", {})
-        monkeypatch.setattr(ops, "_families", {})
+        monkeypatch.setattr(dispatch, "_ready", {})
+        monkeypatch.setattr(dispatch, "_families", {})
         start, results = threading.Barrier(4), [None] * 4
 
         def work(index: int, start=start, results=results) -> None:

@@ -213,13 +213,17 @@ def test_help_and_unknown_command_need_no_set_up(checkout: Path) -> None:
     assert not (checkout / ".venv").exists()
 
 
-def test_gpu_test_fails_clearly_without_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("gpu-test", "gpu-test needs a GPU"), ("gpu-soak", "soak: timing needs a GPU")],
+)
+def test_what_needs_a_gpu_fails_clearly_without_one(command: str, said: str) -> None:
     done = subprocess.run(
-        [str(ROOT / "run"), "gpu-test"],
+        [str(ROOT / "run"), command],
         env={**os.environ, "FLASHNORM_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode != 0 and "gpu-test needs a GPU" in done.stderr
+    assert done.returncode != 0 and said in done.stderr
     assert "passed" not in done.stdout

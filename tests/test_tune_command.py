@@ -316,12 +316,12 @@ def test_tune_takes_modules_pairs_and_several_dtypes(machine, tmp_path):
 
 
 def test_after_tuning_prepared_problems_are_looked_up_anew(machine):
-    from flashnorm_triton import ops
+    from flashnorm_triton import dispatch
 
-    ops._ready[("a problem prepared before",)] = lambda *_: None
+    dispatch._ready[("a problem prepared before",)] = lambda *_: None
     before = tables.choice(Problem("bfloat16", 1, 128, 64), DEVICE, H200.name)
     run.tune([(64, 128)], tokens=(1,))
-    assert ("a problem prepared before",) not in ops._ready
+    assert ("a problem prepared before",) not in dispatch._ready
     after = tables.choice(Problem("bfloat16", 1, 128, 64), DEVICE, H200.name)
     assert (before.source, after.source) == ("heuristic", "user")
 

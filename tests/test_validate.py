@@ -243,13 +243,13 @@ def test_the_tuner_rejects_the_racing_form_by_the_bits_alone(tmp_path):
 )
 def test_the_racing_form_races_and_is_found_on_a_real_gpu(monkeypatch):
     """By its bits alone, by its values alone; the unpipelined form and a shipped plan pass."""
-    from flashnorm_triton import launch, ops
+    from flashnorm_triton import dispatch, launch, ops
     from flashnorm_triton.tuning.rig import Rig
 
     monkeypatch.setitem(launch.FAMILIES, "tiles", racing_family.Racing)
-    monkeypatch.setattr(ops, "unfit", lambda *_: None)  # the gate that keeps the form out
-    ops._families.clear()
-    ops._ready.clear()
+    monkeypatch.setattr(dispatch, "unfit", lambda *_: None)  # the gate that keeps the form out
+    dispatch._families.clear()
+    dispatch._ready.clear()
     rig = Rig()
     try:
         bench = rig.open(Problem("bfloat16", 256, 6144, 4096))
@@ -270,5 +270,5 @@ def test_the_racing_form_races_and_is_found_on_a_real_gpu(monkeypatch):
         assert bench.verify(shipped, 24).reason is None
     finally:
         rig.close()
-        ops._families.clear()
-        ops._ready.clear()
+        dispatch._families.clear()
+        dispatch._ready.clear()

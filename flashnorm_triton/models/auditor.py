@@ -1,36 +1,44 @@
-"""The audit: which norms of a model can be fused with the linears that read them, and why not."""
+"""The audit: which norms of a model can be fused with what reads them, how, and why not."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from flashnorm_triton.models.flow import Flow
 from flashnorm_triton.models.installers import sites_of
+from flashnorm_triton.models.linears import CONV1D, LINEAR, linear_sizes
 from flashnorm_triton.models.norms import NormReader, NormTraits, is_candidate
+from flashnorm_triton.models.obstacles import Surroundings
 from flashnorm_triton.models.report import AuditReport, SiteReport
-from flashnorm_triton.models.shadow import HOOK_TABLES
-from flashnorm_triton.models.trace import Packing, Trace, Tracer
+from flashnorm_triton.models.rows import NEVER_FUSED
+from flashnorm_triton.models.sightings import PACKED, PASSTHROUGH, Flow
+from flashnorm_triton.models.trace import Rehearsal, Trace, Tracer
 
 _REASONS = 2  # what is told of the obstacles to one norm
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_EXPERTS = "experts"
 
 
 def audit(
-    model: nn.Module, *, example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None
+    model: nn.Module,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    cancel: bool | str = False,
+    head: bool = False,
 ) -> AuditReport:
-    """Say of every norm of ``model`` whether it can be fused, with which linears, or why not.
+    """Say of every norm of ``model`` whether it can be fused, with which modules, or why not.
 
     The model's double is run on fake tensors (no memory, no arithmetic) and each norm's output is
     followed to its readers; no list of model names is involved. The model may be on any device,
     meta included; it is only read. ``example_inputs`` (a dict of keyword arguments or a tuple of
-    positional ones) are needed only by models that take no ``input_ids``. Of a model that is
-    patched, what was found when it was patched is said again.
+    positional ones) are needed only by models that take no ``input_ids``. ``head=True`` counts a
+    norm whose output the model also returns (the final norm before the head) as a site: what the
+    model returns as ``last_hidden_state`` is then the tensor before that norm. ``cancel`` ("exact",
+    "fast") also looks for norms that can be dropped, as their readers are normalised again. Of a
+    model that is patched, what was found when it was patched is said again.
 
     Raises TypeError for something that is not a ``torch.nn.Module``.
     """
@@ -48,12 +56,28 @@ def audit(
     except Exception as error:
         failure = f"the model could not be copied for tracing: {type(error).__name__}: {error}"
         trace = Trace({name: Flow(name) for name in norms}, failure=failure)
-        return _report(model, norms, traits, trace, dict.fromkeys(norms, failure))
+        verdicts = {name: Verdict("keep", failure) for name in norms}
+        return _report(model, norms, traits, trace, verdicts)
     trace = tracer.follow()
-    shared = _shared_parameters(modules)
-    obstacles = {name: _obstacle(name, traits[name], modules, trace, shared) for name in norms}
-    _rehearse(tracer, modules, trace, obstacles)
-    return _report(model, norms, traits, trace, obstacles)
+    surroundings = Surroundings(modules, trace)
+    verdicts = {name: _verdict(name, traits[name], surroundings, head) for name in norms}
+    _rehearse(tracer, modules, trace, traits, verdicts)
+    report = _report(model, norms, traits, trace, verdicts)
+    if cancel:
+        from flashnorm_triton.models.cancel import cancellations
+
+        report = cancellations(model, report, cancel, example_inputs)
+    return report
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is decided about one norm. ``form`` and ``foldable`` as in a SiteReport."""
+
+    decision: str
+    reason: str
+    form: str = ""
+    foldable: bool = True
 
 
 def _report(
@@ -61,189 +85,134 @@ def _report(
     norms: dict[str, nn.Module],
     traits: dict[str, NormTraits],
     trace: Trace,
-    obstacles: dict[str, str | None],
+    verdicts: dict[str, Verdict],
 ) -> AuditReport:
     sites = []
     for name, module in norms.items():
-        flow, trait, obstacle = trace.flows[name], traits[name], obstacles[name]
-        site = SiteReport(
-            norm=name,
-            norm_class=type(module).__name__,
-            kind=trait.kind,
-            convention=trait.convention,
-            eps=trait.eps,
-            consumers=tuple(flow.consumers),
-            decision="keep",
-            reason=obstacle or "",
-        )
-        if obstacle is None:
-            count = len(flow.consumers)
-            site = replace(
-                site,
-                decision="fuse",
-                reason=f"read by {count} plain linear{'s' if count > 1 else ''} and nothing else",
-                launches_saved=flow.operations + count - 1,
+        flow, trait, verdict = trace.flows[name], traits[name], verdicts[name]
+        sites.append(
+            SiteReport(
+                norm=name,
+                norm_class=type(module).__name__,
+                kind=trait.kind,
+                convention=trait.convention,
+                eps=trait.eps,
+                consumers=tuple(flow.consumers),
+                decision=verdict.decision,
+                reason=verdict.reason,
+                launches_saved=_launches_saved(trait, flow, verdict),
+                consumer_kinds=tuple(flow.consumers.values()),
+                form=verdict.form,
+                foldable=verdict.foldable,
             )
-        sites.append(site)
+        )
     return AuditReport(type(model).__name__, tuple(sites))
 
 
-def _obstacle(
-    name: str,
-    traits: NormTraits,
-    modules: dict[str, nn.Module],
-    trace: Trace,
-    shared: dict[str, str],
-) -> str | None:
-    """Why the norm ``name`` must be kept, or None when it can be fused."""
+def _launches_saved(traits: NormTraits, flow: Flow, verdict: Verdict) -> int:
+    """Launches of one eager step that a site no longer needs."""
+    if verdict.decision == "keep":
+        return 0
+    own = 2 if traits.kind == "dyt" else 0  # tanh(alpha * x) stays two operations
+    if verdict.form == PACKED:
+        return flow.operations - own + len(flow.consumers) - 1
+    if verdict.form == PASSTHROUGH:
+        return max(flow.operations - own, 0)
+    return max(flow.operations - 1, 0)
+
+
+def _verdict(name: str, traits: NormTraits, surroundings: Surroundings, head: bool) -> Verdict:
+    """What can be done about the norm ``name`` as far as the stock model tells."""
+    trace = surroundings.trace
     flow = trace.flows[name]
-    if traits.kind == "layer":
-        return "a LayerNorm (it subtracts the mean): only RMS norms are fused"
-    if traits.kind != "rms":
-        return "not recognised as an RMS norm of one tensor over its last dimension"
-    if traits.eps is None or not traits.eps > 0:
-        return f"its eps is {traits.eps}: the fused operation needs eps > 0"
-    if trace.failure is not None:
-        return trace.failure
-    if flow.obstacles:
-        return "; ".join(list(flow.obstacles)[:_REASONS])
+    obstacle = surroundings.of_norm(name, traits) or trace.failure or _values_obstacle(flow)
+    if obstacle is not None:
+        return Verdict("keep", obstacle)
+    if flow.returned and not head:
+        told = "; ".join(list(flow.returned)[:_REASONS])
+        return Verdict("keep", f"{told} (head=True fuses it nevertheless)")
+    obstacle = surroundings.of_consumers(name, traits, may_share=bool(flow.returned))
+    obstacle = obstacle or _never(name, flow)
+    if obstacle is not None:
+        return _alone(traits, obstacle)
+    foldable = not surroundings.shares_weights(name)
+    kinds = set(flow.consumers.values())
+    against = flow.against(PACKED)
+    if flow.returned:
+        against = [*flow.returned, *against]
+    if len(flow.call_sets) > 1:
+        against.append("its output does not go to the same modules at every call")
+    biased = [path for path in flow.scaled if _has_bias(surroundings.modules[path])]
+    if biased:
+        against.append(f"its output is scaled before {biased[0]}, which has a bias")
+    if not against and kinds <= {LINEAR, CONV1D}:
+        return Verdict("fuse", "", PACKED, foldable)
+    return _passed_through(traits, flow, against, foldable)
+
+
+def _passed_through(
+    traits: NormTraits, flow: Flow, against_packing: list[str], foldable: bool = True
+) -> Verdict:
+    """The verdict where the packed form is ruled out."""
+    why_not_packed = "; ".join(against_packing[:_REASONS])
+    against = flow.against(PASSTHROUGH)
+    if against:
+        return _alone(traits, "; ".join([why_not_packed, *against][:_REASONS]))
+    routed = set(flow.consumers.values()) - {LINEAR, CONV1D}
+    return Verdict("fuse", why_not_packed, _EXPERTS if routed else PASSTHROUGH, foldable)
+
+
+def _alone(traits: NormTraits, obstacle: str) -> Verdict:
+    """An RMS norm that cannot be fused still becomes one launch."""
+    if traits.kind == "rms":
+        return Verdict("norm_only", obstacle)
+    return Verdict("keep", obstacle)
+
+
+def _values_obstacle(flow: Flow) -> str | None:
+    """Why the norm's output is needed as it is, or by nobody."""
+    against = flow.against(PACKED, PASSTHROUGH)
+    if any(len(flow.obstacles[reason]) > 1 for reason in against):
+        return "; ".join(against[:_REASONS])
     if not flow.calls:
         return "not reached by the traced forward"
     if not flow.consumers:
         return "nothing reads its output"
-    if len(flow.call_sets) > 1:
-        return "its output does not go to the same linears at every call"
-    norm_obstacle = _module_obstacle(name, modules[name], {"weight"}, trace, shared)
-    if norm_obstacle is not None:
-        return norm_obstacle
-    for consumer in flow.consumers:
-        if trace.linear_inputs[consumer] != {name}:
-            return f"{consumer} also reads something other than this norm's output"
-        obstacle = _module_obstacle(consumer, modules[consumer], {"weight", "bias"}, trace, shared)
-        if obstacle is not None:
-            return obstacle
-    for passage in flow.readers:
-        if passage not in flow.consumers:
-            obstacle = _hook_obstacle(passage, modules[passage])
-            if obstacle is not None:
-                return obstacle
-    return _tensor_obstacle(name, traits, trace, modules) or _ancestor_obstacle(name, flow, modules)
-
-
-def _module_obstacle(
-    name: str, module: nn.Module, allowed: set[str], trace: Trace, shared: dict[str, str]
-) -> str | None:
-    obstacle = _hook_obstacle(name, module)
-    if obstacle is not None:
-        return obstacle
-    if name in trace.borrowed:
-        return f"the weight of {name} is also used by the code of {trace.borrowed[name]}"
-    if name in shared:
-        return f"{name} shares a parameter with {shared[name]}"
-    for key, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        if parameter.is_inference():
-            return f"{name}.{key} is an inference tensor: build the model outside inference_mode"
-        if type(parameter) is not nn.Parameter:
-            return (
-                f"{name}.{key} is a {type(parameter).__name__} (quantized or sharded), "
-                "not a plain parameter"
-            )
-    extra = [key for key in module._parameters if key not in allowed]
-    extra += [*module._buffers, *module._modules]
-    if extra:
-        return f"{name} carries state that a plain module has not: {', '.join(extra)}"
-    if "weight" in allowed and "bias" in allowed and module._parameters.get("weight") is None:
-        return f"{name}.weight is not a parameter (weight norm or pruning)"
     return None
 
 
-def _hook_obstacle(name: str, module: nn.Module) -> str | None:
-    if hasattr(module, "_hf_hook"):
-        return f"accelerate manages {name or 'the model'} (offloaded or spread over devices)"
-    if "forward" in vars(module):
-        return f"the forward of {name or 'the model'} was replaced on the instance"
-    for table in HOOK_TABLES:
-        for hook in (getattr(module, table, None) or {}).values():
-            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
-                return f"{name or 'the model'} has a hook that sees the norm's output"
+def _never(name: str, flow: Flow) -> str | None:
+    for row in NEVER_FUSED:
+        if row.matches(name, flow.consumers):
+            return row.reason
     return None
 
 
-def _ancestor_obstacle(name: str, flow: Flow, modules: dict[str, nn.Module]) -> str | None:
-    """A forward replaced on an instance above the site may not do what its class does."""
-    for path in (name, *flow.consumers):
-        parts = path.split(".")
-        for depth in range(len(parts)):
-            above = ".".join(parts[:depth])
-            module = modules.get(above)
-            if module is None or hasattr(module, "_hf_hook"):
-                continue
-            if "forward" in vars(module):
-                return f"the forward of {above or 'the model'} was replaced on the instance"
-    return None
-
-
-def _tensor_obstacle(
-    name: str, traits: NormTraits, trace: Trace, modules: dict[str, nn.Module]
-) -> str | None:
-    """Sizes, dtypes and devices of the site's parameters."""
-    flow = trace.flows[name]
-    tensors: dict[str, Tensor] = {}
-    for path in (name, *flow.consumers):
-        for key, parameter in modules[path]._parameters.items():
-            if parameter is not None:
-                tensors[f"{path}.{key}"] = parameter
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if len(dtypes) > 1:
-        return "mixed dtypes at the site: " + ", ".join(
-            f"{key} {str(tensor.dtype).removeprefix('torch.')}" for key, tensor in tensors.items()
-        )
-    if not dtypes <= set(_FLOATS):
-        return f"weights of dtype {dtypes.pop()}: the fused operation takes bf16, fp16, fp32, fp64"
-    devices = {str(tensor.device) for tensor in tensors.values()}
-    if len(devices) > 1:
-        return f"the site's parameters are on several devices: {', '.join(sorted(devices))}"
-    if devices == {"meta"} and not trace.on_meta:
-        return "the site's weights are not in memory (meta device): offloaded, or not loaded"
-    sizes = {modules[path].in_features for path in flow.consumers}
-    if traits.size is not None:
-        sizes.add(traits.size)
-    if len(sizes) > 1:
-        return f"sizes do not fit: the norm and its linears have K = {sorted(sizes)}"
-    return None
-
-
-def _shared_parameters(modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Each module that shares a parameter with another, and that other's name."""
-    holders: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                holders.setdefault(id(parameter), []).append(name)
-    return {
-        name: next((other for other in names if other != name), name)
-        for names in holders.values()
-        if len(names) > 1
-        for name in names
-    }
+def _has_bias(module: nn.Module) -> bool:
+    return module._parameters.get("bias") is not None
 
 
 def _rehearse(
     tracer: Tracer,
     modules: dict[str, nn.Module],
     trace: Trace,
-    obstacles: dict[str, str | None],
+    traits: dict[str, NormTraits],
+    verdicts: dict[str, Verdict],
 ) -> None:
-    """Run the double with all accepted sites packed; drop those where the shapes do not hold."""
+    """Run the double with all accepted sites fused; where the shapes do not hold, step down.
+
+    A site that cannot be packed is rehearsed passed through; one that fails so too is not fused.
+    """
     while True:
-        accepted = [name for name, obstacle in obstacles.items() if obstacle is None]
+        accepted = {name: verdict for name, verdict in verdicts.items() if verdict.form}
         if not accepted:
             return
-        failed_at = tracer.rehearse(_packing(name, trace.flows[name], modules) for name in accepted)
+        failed_at = tracer.rehearse(
+            _rehearsal(name, verdict.form, trace.flows[name], modules)
+            for name, verdict in accepted.items()
+        )
         if failed_at is None:
-            return
+            break
         place = failed_at or "the model"
         near = _pattern(failed_at.rpartition(".")[0])
         at_fault = [
@@ -251,17 +220,46 @@ def _rehearse(
             for name in accepted
             if any(_pattern(path).startswith(near) for path in (name, *trace.flows[name].consumers))
         ]
-        for name in at_fault or accepted:
-            obstacles[name] = f"with packed outputs {place} fails or returns other shapes"
+        packed = [name for name in at_fault if accepted[name].form == PACKED]
+        packed = packed or [name for name in accepted if accepted[name].form == PACKED]
+        for name in packed:
+            why = f"with packed outputs {place} fails or returns other shapes"
+            verdicts[name] = _passed_through(traits[name], trace.flows[name], [why])
+        for name in () if packed else at_fault or accepted:
+            why = f"with the norm passed through {place} fails or returns other shapes"
+            verdicts[name] = _alone(traits[name], why)
+    for name, verdict in accepted.items():
+        verdicts[name] = replace(verdict, reason=_why_fused(verdict, trace.flows[name]))
 
 
-def _packing(name: str, flow: Flow, modules: dict[str, nn.Module]) -> Packing:
+def _rehearsal(name: str, form: str, flow: Flow, modules: dict[str, nn.Module]) -> Rehearsal:
+    if form != PACKED:
+        return Rehearsal(name, None)
     columns, start = {}, 0
     for consumer in flow.consumers:
-        stop = start + modules[consumer].out_features
+        stop = start + linear_sizes(modules[consumer])[1]
         columns[consumer] = (start, stop)
         start = stop
-    return Packing(name, columns)
+    return Rehearsal(name, columns)
+
+
+def _why_fused(verdict: Verdict, flow: Flow) -> str:
+    """What the reader of the report is told about a site that is fused."""
+    names = {LINEAR: "plain linear", CONV1D: "Conv1D", "router": "router", _EXPERTS: "experts"}
+    kinds = list(flow.consumers.values())
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    read_by = ", ".join(
+        f"{count} {names[kind]}{'s' if count > 1 and kind != _EXPERTS else ''}"
+        for kind, count in counts.items()
+    )
+    told = f"read by {read_by} and nothing else"
+    if verdict.form == PASSTHROUGH:
+        told += f"; each normalises for itself, as {verdict.reason}"
+    if verdict.form == _EXPERTS:
+        told += "; the router and the experts normalise for themselves"
+    if not verdict.foldable:
+        told += "; a weight is shared (a tied head): the gain is applied in the kernel, not folded"
+    return told
 
 
 def _pattern(path: str) -> str:

@@ -2,149 +2,22 @@
 
 :class:`Follower` sees each torch function that a module's Python code calls and each module call.
 The tensor a norm returns is tagged; the tag passes through operations that keep its last dimension
-whole, and anything else that touches it is written down: a plain linear as a consumer, all the rest
-as an obstacle, with the operation and the module it stands in.
+whole. A product with a module's own weights makes that module a consumer; anything else that
+touches the tensor is written down as an obstacle, with the operation and the module it stands in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 
-_METADATA = {
-    getattr(Tensor, name).__get__
-    for name in (
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_mps",
-        "is_xpu",
-    )
-} | {
-    Tensor.dim,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.element_size,
-    Tensor.get_device,
-    Tensor.is_contiguous,
-    Tensor.is_inference,
-    Tensor.ndimension,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_grad_enabled,
-}
-
-_VIEWS = {
-    getattr(owner, name)
-    for owner in (Tensor, torch)
-    for name in (
-        "view",
-        "reshape",
-        "contiguous",
-        "clone",
-        "detach",
-        "to",
-        "type_as",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "swapaxes",
-        "flatten",
-        "unflatten",
-        "expand",
-        "__getitem__",
-        "narrow",
-        "select",
-        "index_select",
-        "alias",
-    )
-    if hasattr(owner, name)
-}
-_SHAPE = Tensor.shape.__get__
-
-
-class LastDim(int):
-    """The last size of a tagged tensor, as an int that tells when it is computed with."""
-
-    flow: Flow
-
-    def _used(self) -> int:
-        self.flow.obstruct("the size of its output's last dimension is computed with")
-        return int(self)
-
-
-def _watch(name: str) -> None:
-    plain = getattr(int, name)
-    setattr(LastDim, name, lambda self, *other: plain(self._used(), *other))
-
-
-for _name in (
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"),
-    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow"),
-    *("neg", "float", "eq", "ne", "lt", "le", "gt", "ge", "hash", "bool"),
-):
-    _watch(f"__{_name}__")
-
-
-class _Shape(tuple):
-    """What a tagged tensor's ``shape`` returns: a tuple whose last entry is a LastDim."""
-
-    def __getitem__(self, key: Any) -> Any:
-        part = super().__getitem__(key)
-        if not isinstance(key, slice):
-            return part
-        return _Shape(part) if any(isinstance(n, LastDim) for n in part) else torch.Size(part)
-
-    def numel(self) -> int:
-        self[-1]._used()
-        return torch.Size(int(n) for n in self).numel()
-
-
-@dataclass
-class Flow:
-    """Where one norm's output went. ``readers`` are the modules that were handed it."""
-
-    norm: str
-    calls: int = 0
-    operations: int = 0
-    consumers: dict[str, int] = field(default_factory=dict)
-    obstacles: dict[str, None] = field(default_factory=dict)
-    readers: dict[str, None] = field(default_factory=dict)
-    call_sets: set[frozenset[str]] = field(default_factory=set)
-
-    def obstruct(self, reason: str) -> None:
-        """Write down, once, why this norm cannot be fused."""
-        self.obstacles.setdefault(reason)
-
-
-@dataclass
-class Tag:
-    """One call of a norm: its flow and the linears that have read this very output."""
-
-    flow: Flow
-    consumers: set[str] = field(default_factory=set)
+from flashnorm_triton.models import torch_functions as known
+from flashnorm_triton.models.sightings import PACKED, PASSTHROUGH, LastDim, Shape, Tag
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -172,17 +45,26 @@ class Follower(TorchFunctionMode):
     """Watches torch functions while the double of a model runs; see the module's docstring.
 
     ``stack`` holds the names of the modules whose code is running, ``classes`` their class names.
-    ``owners`` maps the id of a weight to the module it belongs to: a use of that weight in another
-    module's code is noted in ``borrowed``.
+    ``owners`` maps the id of a parameter to the module it belongs to; ``leaves`` names the modules
+    (linears, norms) that are not looked into: a use of their weights in another module's code is
+    noted in ``borrowed``.
     """
 
-    def __init__(self, stack: list[str], classes: dict[str, str], owners: dict[int, str]) -> None:
+    def __init__(
+        self,
+        stack: list[str],
+        classes: dict[str, str],
+        owners: dict[int, tuple[str, Tensor]],
+        closed: set[str],
+    ) -> None:
         super().__init__()
         self.stack = stack
         self.classes = classes
         self.owners = owners
+        self.closed = closed
         self.borrowed: dict[str, str] = {}
         self.tags: dict[int, tuple[Tensor, Tag]] = {}
+        self._weights: dict[int, tuple[Tensor, str, Tensor]] = {}
         self.quiet = False
         self.kernels = 0
 
@@ -201,6 +83,11 @@ class Follower(TorchFunctionMode):
         finally:
             self.quiet = False
 
+    def forget(self) -> None:
+        """Start anew: no tensor is followed."""
+        self.tags.clear()
+        self._weights.clear()
+
     def tag(self, tensor: Tensor, tag: Tag) -> None:
         """Follow ``tensor`` from here on. It is kept alive, so that its id stays its own."""
         self.tags[id(tensor)] = (tensor, tag)
@@ -217,6 +104,15 @@ class Follower(TorchFunctionMode):
         found = {id(tag): tag for tag in map(self.tag_of, leaves(values)) if tag is not None}
         return list(found.values())
 
+    def consume(self, tag: Tag, name: str, kind: str) -> None:
+        """Write down that the module ``name`` reads this norm output with its own weights."""
+        tag.consumers.add(name)
+        tag.flow.consumers[name] = kind
+        if tag.written is not None:
+            tag.flow.obstruct(f"its input is changed in place by {tag.written}", PASSTHROUGH)
+        if tag.scaled:
+            tag.flow.scaled.setdefault(name)
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
     ) -> Any:
@@ -225,63 +121,139 @@ class Follower(TorchFunctionMode):
             result = func(*args, **kwargs)
             self.kernels += _is_new(result, args)
             return result
-        if func in _METADATA:
+        if func in known.METADATA:
             return func(*args, **kwargs)
         inputs = list(leaves((args, kwargs)))
         sizes = {n.flow.norm: n.flow for n in inputs if isinstance(n, LastDim)}
         tags = self.tags_in(inputs)
-        for value in inputs:
-            owner = self.owners.get(id(value))
-            if owner is not None and owner != self.stack[-1]:
-                self.borrowed.setdefault(owner, self.where())
+        weights = self._weights_in(inputs)
+        if known.writes_in_place(func):
+            self._note_write(func, args)
         if not tags:
             for flow in sizes.values():
                 flow.obstruct(
-                    f"the size of its output's last dimension goes into {_name(func)} in "
-                    f"{self.where()}"
+                    f"the size of its output's last dimension goes into {known.name_of(func)} in "
+                    f"{self.where()}",
+                    PACKED,
                 )
-            return _decide(func, *_map_leaves((args, kwargs), _plain))
-        if len(tags) == 1 and self.tag_of(args[0] if args else None) is tags[0]:
-            return self._follow(func, args, kwargs, tags[0])
+            result = known.answer(func, *_map_leaves((args, kwargs), _plain))
+            if weights and isinstance(result, Tensor) and func in known.WEIGHT_VIEWS:
+                owner, parameter = weights[0]
+                self._weights[id(result)] = (result, owner, parameter)
+            return result
+        if len(tags) == 1:
+            if self.tag_of(args[0] if args else None) is tags[0] and not weights:
+                return self._follow(func, args, kwargs, tags[0])
+            if func in known.PRODUCTS and len(weights) == 1:
+                return self._product(func, args, kwargs, tags[0], *weights[0])
+            if func in known.SCALINGS:
+                return self._follow(func, args, kwargs, tags[0])
         return self._obstruct(func, args, kwargs, tags)
 
+    def _weights_in(self, inputs: list[Any]) -> list[tuple[str, Tensor]]:
+        """The matrices of the model's own among the inputs, or views of them; noted if borrowed."""
+        found = []
+        for value in inputs:
+            entry = self.owners.get(id(value))
+            if entry is not None:
+                owner, parameter = entry
+                if owner in self.closed and owner != self.stack[-1]:
+                    self.borrowed.setdefault(owner, self.where())
+                if parameter.dim() > 1:
+                    found.append((owner, parameter))
+            elif id(value) in self._weights:
+                found.append(self._weights[id(value)][1:])
+        return found
+
+    def _product(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict, tag: Tag, owner: str, weight: Tensor
+    ) -> Any:
+        """A product of the followed tensor with a weight of the module whose code is running."""
+        result = known.answer(func, *_map_leaves((args, kwargs), _plain))
+        if owner != self.stack[-1] or owner in self.closed:
+            tag.flow.obstruct(
+                f"its output is read by {known.name_of(func)} with the weight of "
+                f"{owner or 'the model'} in {self.where()}"
+            )
+            return result
+        self.consume(tag, owner, "experts" if weight.dim() > 2 else "router")
+        tag.flow.obstruct(
+            f"its output is read by {known.name_of(func)} in {self.where()}, whose code is its own",
+            PACKED,
+        )
+        return result
+
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict, tag: Tag) -> Any:
-        tensor = args[0]
+        tensor = next(value for value in args if self.tag_of(value) is tag)
         plain_args, plain_kwargs = _map_leaves((args, kwargs), _plain)
-        if func == _SHAPE or func is Tensor.size:
-            shape = _Shape((*tensor.shape[:-1], LastDim(tensor.shape[-1])))
+        if func == known.SHAPE or func is Tensor.size:
+            shape = Shape((*tensor.shape[:-1], LastDim(tensor.shape[-1])))
             tuple.__getitem__(shape, -1).flow = tag.flow
             return shape if len(args) + len(kwargs) == 1 else shape[_only(args[1:], kwargs)]
-        if func not in _VIEWS:
-            return self._obstruct(func, args, kwargs, [tag])
-        result = func(*plain_args, **plain_kwargs)
-        if not isinstance(result, Tensor) or not _keeps_last_dim(func, args, kwargs, result):
-            where = self.where()
-            tag.flow.obstruct(f"{_name(func)} in {where} depends on its output's last dimension")
-        elif result.dtype != tensor.dtype:
-            tag.flow.obstruct(f"its output is cast to {_short(result.dtype)} in {self.where()}")
-        if isinstance(result, Tensor) and result.shape[-1:] == tensor.shape[-1:]:
+        if func in known.LIKE:
+            tag.flow.obstruct(
+                f"{known.name_of(func)} in {self.where()} makes a tensor of its output's shape",
+                PACKED,
+            )
+            return func(*plain_args, **plain_kwargs)
+        if func in known.SCALINGS and known.is_scaling(args, kwargs):
+            result = func(*plain_args, **plain_kwargs)
+            tag.flow.obstruct(
+                f"its output is scaled by {known.name_of(func)} in {self.where()}", PASSTHROUGH
+            )
+            self.tag(result, tag.after_scaling())
+            return result
+        if func in known.DROPOUTS and known.drops_nothing(func, plain_args, plain_kwargs):
+            result = func(*plain_args, **plain_kwargs)
             self.tag(result, tag)
+            return result
+        if func not in known.VIEWS:
+            return self._obstruct(func, args, kwargs, [tag])
+        result = known.answer(func, plain_args, plain_kwargs)
+        if not isinstance(result, Tensor) or result.shape[-1:] != tensor.shape[-1:]:
+            tag.flow.obstruct(
+                f"{known.name_of(func)} in {self.where()} depends on its output's last dimension"
+            )
+            return result
+        if not _keeps_last_dim(func, args, kwargs, result):
+            tag.flow.obstruct(
+                f"{known.name_of(func)} in {self.where()} depends on its output's last dimension",
+                PACKED,
+            )
+        elif result.dtype != tensor.dtype:
+            tag.flow.obstruct(
+                f"its output is cast to {_short(result.dtype)} in {self.where()}", PACKED
+            )
+        self.tag(result, tag)
         return result
+
+    def _note_write(self, func: Any, args: tuple[Any, ...]) -> None:
+        """A change in place of what a norm was given: its output must not be that very tensor."""
+        target = args[0] if args else None
+        if not isinstance(target, Tensor):
+            return
+        memory = memory_of(target)
+        for tag in {id(tag): tag for _, tag in self.tags.values()}.values():
+            if tag.source == memory and tag.written is None:
+                tag.written = f"{known.name_of(func)} in {self.where()}"
+                if self.tag_of(target) is tag:
+                    tag.flow.obstruct(
+                        f"its output is changed in place by {tag.written}", PASSTHROUGH
+                    )
 
     def _obstruct(self, func: Any, args: tuple[Any, ...], kwargs: dict, tags: list[Tag]) -> Any:
         for tag in tags:
-            tag.flow.obstruct(f"its output is read by {_name(func)} in {self.where()}")
-        return _decide(func, *_map_leaves((args, kwargs), _plain))
+            tag.flow.obstruct(f"its output is read by {known.name_of(func)} in {self.where()}")
+        return known.answer(func, *_map_leaves((args, kwargs), _plain))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Says which tensors share their memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, LastDim) else value
-
-
-def _decide(func: Any, args: tuple[Any, ...], kwargs: dict) -> Any:
-    """Call ``func``; a truth value that depends on data there is not is taken to be False."""
-    if func is Tensor.__bool__:
-        try:
-            return func(*args, **kwargs)
-        except DataDependentOutputException:
-            return False
-    return func(*args, **kwargs)
 
 
 def _keeps_last_dim(func: Any, args: tuple[Any, ...], kwargs: dict, result: Tensor) -> bool:
@@ -297,7 +269,7 @@ def _keeps_last_dim(func: Any, args: tuple[Any, ...], kwargs: dict, result: Tens
 
     try:
         swapped_args, swapped_kwargs = _map_leaves((args, kwargs), swap)
-        answer = func(*swapped_args, **swapped_kwargs)
+        answer = known.answer(func, swapped_args, swapped_kwargs)
     except (RuntimeError, IndexError):
         return False
     return answer.shape == (*result.shape[:-1], longer)
@@ -307,25 +279,14 @@ def _is_new(result: Any, args: tuple[Any, ...]) -> int:
     """1 when ``result`` is a tensor with memory of its own: a kernel had to fill it."""
     if not isinstance(result, Tensor):
         return 0
-    memory = result.untyped_storage()._cdata
+    memory = memory_of(result)
     return int(
-        all(
-            value.untyped_storage()._cdata != memory
-            for value in leaves(args)
-            if isinstance(value, Tensor)
-        )
+        all(memory_of(value) != memory for value in leaves(args) if isinstance(value, Tensor))
     )
 
 
 def _only(args: tuple[Any, ...], kwargs: dict) -> int:
     return int(args[0] if args else kwargs["dim"])
-
-
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":
-        return f"Tensor.{func.__self__.__name__}"
-    return name.strip("_")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashnorm_triton.models.linears import stand_in_for
+
 _EPS_NAMES = ("variance_epsilon", "eps")
 _UNGAINED_SIZE = 64
 _TOLERANCE = 1e-4
@@ -20,9 +22,10 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class NormTraits:
-    """``kind`` is "rms", "layer" or "other"; ``convention`` and ``eps`` as the class uses them.
+    """``kind`` is "rms", "layer", "dyt" or "other"; ``convention`` and ``eps`` as the class uses.
 
-    ``size`` is the normalised length K, or None where the module does not know it (no gain).
+    DyT (tanh(alpha * x) * w + b) has no eps. ``size`` is the normalised length K, or None where the
+    module does not know it (no gain).
     """
 
     kind: str
@@ -35,10 +38,21 @@ _OTHER = NormTraits("other", "none", None, None)
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """True for a childless module that could be a norm: it has an epsilon, or is called one."""
+    """True for a childless module that could be a norm: an epsilon, a DyT's alpha, or the name."""
     if next(module.children(), None) is not None:
         return False
-    return "norm" in type(module).__name__.lower() or bool(_eps_values(module))
+    if "norm" in type(module).__name__.lower() or _alpha(module) is not None:
+        return True
+    # Something with an epsilon and a matrix is a layer of its own, not a norm of one tensor.
+    matrices = any(p is not None and p.dim() > 1 for p in module._parameters.values())
+    return bool(_eps_values(module)) and not matrices
+
+
+def _alpha(module: nn.Module) -> nn.Parameter | None:
+    """The one learned number of a DyT, beside a gain."""
+    alpha, gain = (module._parameters.get(name) for name in ("alpha", "weight"))
+    one = alpha is not None and alpha.numel() == 1
+    return alpha if one and gain is not None and gain.dim() == 1 else None
 
 
 def _eps_values(module: nn.Module) -> list[float]:
@@ -71,9 +85,13 @@ class NormReader:
 
 def _probe(module: nn.Module) -> NormTraits:
     parameters = {n: p for n, p in module._parameters.items() if p is not None}
+    alpha = _alpha(module)
+    if alpha is not None:
+        del parameters["alpha"]
     has_buffers = any(b is not None for b in module._buffers.values())
     epsilons = _eps_values(module)
-    if not epsilons or has_buffers or not set(parameters) <= {"weight", "bias"}:
+    unclear = has_buffers or not (epsilons or alpha is not None)
+    if unclear or not set(parameters) <= {"weight", "bias"}:
         return _OTHER
     shapes = {tuple(p.shape) for p in parameters.values()}
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes):
@@ -84,19 +102,19 @@ def _probe(module: nn.Module) -> NormTraits:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, device="cpu", dtype=torch.float32)
 
-    stand_in = type(module).__new__(type(module))
-    stand_in.__dict__.update(vars(module))
-    stand_in.__dict__.update(nn.Module().__dict__)
-    stand_in.training = False
+    stand_in = stand_in_for(module)
     stand_in._parameters = dict.fromkeys(module._parameters)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         for name in parameters:
             values = random(size).mul_(0.3).add_(0.8)
             stand_in._parameters[name] = nn.Parameter(values, requires_grad=False)
+        if alpha is not None:
+            values = random(*alpha.shape).abs().add_(0.4)
+            stand_in._parameters["alpha"] = nn.Parameter(values, requires_grad=False)
         # One row where eps hardly counts and two where it does, all off centre, so that a norm
         # that subtracts the mean, or adds eps elsewhere, cannot pass for one that does not.
         rows = random(2, 3, size or _UNGAINED_SIZE) + 0.7
-        eps_scale = max(epsilons) ** 0.5 if max(epsilons) > 0 else 1.0
+        eps_scale = max(epsilons) ** 0.5 if epsilons and max(epsilons) > 0 else 1.0
         rows[:, 1:] *= torch.tensor([eps_scale, 3 * eps_scale]).view(2, 1)
         try:
             with torch.autocast("cpu", enabled=False):
@@ -105,6 +123,8 @@ def _probe(module: nn.Module) -> NormTraits:
             return _OTHER  # it wants other inputs: not a norm of one tensor
         if not isinstance(answer, Tensor) or answer.shape != rows.shape:
             return _OTHER
+        if alpha is not None:
+            return _match_dyt(rows, answer, stand_in._parameters, size)
         return _match(rows, answer, stand_in._parameters, epsilons, size)
 
 
@@ -112,6 +132,16 @@ def _declared_size(module: nn.Module) -> int | None:
     """The length that a norm without parameters was built for, where it keeps it (torch's do)."""
     shape = getattr(module, "normalized_shape", None)
     return shape[0] if isinstance(shape, tuple) and len(shape) == 1 else None
+
+
+def _match_dyt(
+    rows: Tensor, answer: Tensor, parameters: dict[str, nn.Parameter | None], size: int | None
+) -> NormTraits:
+    expected = torch.tanh(parameters["alpha"].double() * rows.double()) * parameters["weight"]
+    if parameters.get("bias") is not None:
+        expected = expected + parameters["bias"]
+    worst = (answer - expected).abs().amax() / expected.abs().amax()
+    return NormTraits("dyt", "w", None, size) if worst <= _TOLERANCE else _OTHER
 
 
 def _match(

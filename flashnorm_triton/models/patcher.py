@@ -174,7 +174,20 @@ _FAILED = "could not be patched: "
 
 
 def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) -> AuditReport:
-    return audit(model, example_inputs=example_inputs)
+    report = audit(model, example_inputs=example_inputs)
+    # What no installer carries out stays as it is.
+    sites = (site if _has_installer(site) else _left(site) for site in report.sites)
+    return replace(report, sites=tuple(sites))
+
+
+def _has_installer(site: SiteReport) -> bool:
+    packed = site.kind == "rms" and set(site.consumer_kinds) <= {"linear"}
+    return site.decision == "keep" or (site.form == "packed" and packed)
+
+
+def _left(site: SiteReport) -> SiteReport:
+    reason = f"{site.decision} {site.form}: no installer; {site.reason}"
+    return replace(site, decision="keep", reason=reason, launches_saved=0)
 
 
 def _install_all(

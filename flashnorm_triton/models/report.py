@@ -10,13 +10,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+_DECISIONS = {
+    "fuse": "fused",
+    "cancel": "dropped",
+    "partial": "dropped in part",
+    "norm_only": "as one launch each",
+    "keep": "kept",
+}
+
 
 @dataclass(frozen=True)
 class SiteReport:
     """One norm of a model: what it is, who reads it, what is done about it and why.
 
-    ``kind`` is "rms", "layer" or "other"; ``convention`` "w", "1+w" or "none"; ``decision`` "fuse"
-    or "keep". ``launches_saved`` counts kernel launches in one eager decode step.
+    ``kind`` is "rms", "layer", "dyt" or "other"; ``convention`` "w", "1+w" or "none"; ``eps`` None
+    where there is none. ``consumers`` are the modules whose parameters read the norm's output, and
+    ``consumer_kinds`` what each is: "linear", "conv1d", "router" (a 2-D weight used in the module's
+    own code), "experts" (3-D weights) or "foreign" (quantized, LoRA, sharded, ...).
+
+    ``decision`` is "fuse" (norm and consumers become one), "norm_only" (the norm alone becomes one
+    launch), "keep", or what a later pass makes of it: "cancel", "partial". ``form`` says how a site
+    is fused: "packed" (the norm's module emits the packed output of all consumers), "passthrough"
+    (it returns its input, each consumer normalises for itself) or "experts" (as passthrough, for
+    a router and experts); "" where nothing is fused. ``foldable`` is False where the gain must be
+    applied in the kernel, as a weight is shared with another module. ``launches_saved`` counts
+    kernel launches in one eager decode step.
     """
 
     norm: str
@@ -28,6 +46,9 @@ class SiteReport:
     decision: str
     reason: str
     launches_saved: int = 0
+    consumer_kinds: tuple[str, ...] = ()
+    form: str = ""
+    foldable: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON types."""
@@ -50,26 +71,36 @@ class AuditReport:
     model_class: str
     sites: tuple[SiteReport, ...]
 
+    def decided(self, *decisions: str) -> tuple[SiteReport, ...]:
+        """The sites with one of these decisions."""
+        return tuple(site for site in self.sites if site.decision in decisions)
+
     @property
     def fused(self) -> tuple[SiteReport, ...]:
         """The sites that are (or would be) fused."""
-        return tuple(site for site in self.sites if site.decision == "fuse")
+        return self.decided("fuse")
 
     @property
     def kept(self) -> tuple[SiteReport, ...]:
         """The norms that are left as they are."""
-        return tuple(site for site in self.sites if site.decision == "keep")
+        return self.decided("keep")
 
     @property
     def launches_saved(self) -> int:
         """Kernel launches saved in one eager decode step."""
-        return sum(site.launches_saved for site in self.fused)
+        return sum(site.launches_saved for site in self.sites)
 
     def summary(self) -> str:
         """One line: norms, sites, launches saved in a decode step."""
+        counts = {name: len(self.decided(name)) for name in _DECISIONS}
+        told = [
+            f"{count} {_DECISIONS[name]}"
+            for name, count in counts.items()
+            if count or name in ("fuse", "keep")
+        ]
         return (
-            f"{self.model_class}: {len(self.sites)} norms, {len(self.fused)} fused, "
-            f"{len(self.kept)} kept; {self.launches_saved} kernel launches saved per decode step"
+            f"{self.model_class}: {len(self.sites)} norms, {', '.join(told)}; "
+            f"{self.launches_saved} kernel launches saved per decode step"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +109,7 @@ class AuditReport:
             "model_class": self.model_class,
             "norms": len(self.sites),
             "fused": len(self.fused),
+            "decisions": {name: len(self.decided(name)) for name in _DECISIONS},
             "launches_saved": self.launches_saved,
             "sites": [site.to_dict() for site in self.sites],
         }
@@ -103,7 +135,7 @@ class AuditReport:
                 site.convention,
                 "" if site.eps is None else f"{site.eps:g}",
                 feeds,
-                f"[green]{site.decision}[/green]" if site.decision == "fuse" else site.decision,
+                site.decision if site.decision == "keep" else f"[green]{site.decision}[/green]",
                 escape(_starred(site.reason) if len(group) > 1 else site.reason),
             )
         return table

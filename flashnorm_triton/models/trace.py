@@ -1,4 +1,4 @@
-"""Tracing a model's double: which linears read each norm's output, and what stands in the way."""
+"""Tracing a model's double: which modules read each norm's output, and what stands in the way."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from flashnorm_triton.models.flow import Flow, Follower, Tag, leaves
+from flashnorm_triton.models.flow import Follower, leaves, memory_of
+from flashnorm_triton.models.linears import linear_kind, linear_sizes
 from flashnorm_triton.models.shadow import make_shadow, run_once
+from flashnorm_triton.models.sightings import Flow, Tag
 
 # A module that asks for values there are none of (an expert loop over the tokens' choices).
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -26,14 +28,16 @@ _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 @dataclass
 class Trace:
-    """What was seen. ``linear_inputs``: the norms that feed each plain linear (None: other data).
+    """What was seen. ``inputs``: the norms that feed each module with weights (None: other data).
 
     ``borrowed`` maps a linear or norm to a foreign module whose code reads its weight. ``failure``
     says why the model could not be followed at all. ``on_meta``: it has no weights in memory.
+    ``kinds`` says of each linear what it is (:func:`flashnorm_triton.models.linears.linear_kind`).
     """
 
     flows: dict[str, Flow]
-    linear_inputs: dict[str, set[str | None]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, set[str | None]] = field(default_factory=dict)
     borrowed: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
     on_meta: bool = False
@@ -44,11 +48,14 @@ class ShapeMismatch(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Packing:
-    """A site to rehearse: the norm emits ``width`` columns, of which each linear takes a range."""
+class Rehearsal:
+    """A site to rehearse. Packed: the norm emits ``width`` columns, each linear takes a range.
+
+    Passed through (``columns`` is None): the norm returns its input.
+    """
 
     norm: str
-    columns: Mapping[str, tuple[int, int]]
+    columns: Mapping[str, tuple[int, int]] | None
 
     @property
     def width(self) -> int:
@@ -65,13 +72,16 @@ class Tracer:
         norms: Iterable[str],
         example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     ) -> None:
+        kinds = {name: linear_kind(module) for name, module in model.named_modules()}
         self.trace = Trace(
             {name: Flow(name) for name in norms},
+            {name: kind for name, kind in kinds.items() if kind is not None},
             on_meta=all(parameter.is_meta for parameter in model.parameters()),
         )
         self._example_inputs = example_inputs
         self._stack: list[str] = []
         self._packed: dict[str, int] = {}
+        self._passed: set[str] = set()
         self._columns: dict[str, tuple[int, int]] = {}
         self._log: list[tuple[str, Any]] = []
         self._expected: list[tuple[str, Any]] | None = None
@@ -79,17 +89,18 @@ class Tracer:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._shadow = make_shadow(model, self._fakes)
         self._classes: dict[str, str] = {}
-        owners: dict[int, str] = {}
+        owners: dict[int, tuple[str, Tensor]] = {}
         for name, module in self._shadow.named_modules():
             self._classes[name] = type(module).__name__
-            weight = module._parameters.get("weight")
-            if weight is not None and (type(module) is nn.Linear or name in self.trace.flows):
-                owners[id(weight)] = name
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    owners.setdefault(id(parameter), (name, parameter))
             forward = type(module).forward.__get__(module)
             module.forward = functools.wraps(forward)(
                 functools.partial(self._call, name, module, forward)
             )
-        self._follower = Follower(self._stack, self._classes, owners)
+        closed = {*self.trace.kinds, *self.trace.flows}
+        self._follower = Follower(self._stack, self._classes, owners, closed)
 
     def follow(self) -> Trace:
         """Trace the stock model in evaluation and in training mode (dropout, jitter)."""
@@ -108,14 +119,17 @@ class Tracer:
         trace.borrowed = dict(self._follower.borrowed)
         return trace
 
-    def rehearse(self, sites: Iterable[Packing]) -> str | None:
-        """Run with these sites packed; None when every module returns the shapes it did before.
+    def rehearse(self, sites: Iterable[Rehearsal]) -> str | None:
+        """Run with these sites fused; None when every module returns the shapes it did before.
 
         Otherwise the name of the module where the two part. Call after :meth:`follow`.
         """
         for site in sites:
-            self._packed[site.norm] = site.width
-            self._columns.update(site.columns)
+            if site.columns is None:
+                self._passed.add(site.norm)
+            else:
+                self._packed[site.norm] = site.width
+                self._columns.update(site.columns)
         self._expected, self._log, self.failed_at = self._log, [], None
         try:
             self._run(training=False, decode=False)
@@ -123,7 +137,7 @@ class Tracer:
             return self.failed_at or ""
         finally:
             self._log, self._expected = self._expected, None
-            self._packed, self._columns = {}, {}
+            self._packed, self._columns, self._passed = {}, {}, set()
         return None
 
     def _run(self, training: bool, decode: bool) -> None:
@@ -131,7 +145,7 @@ class Tracer:
         self._log, self.failed_at = [], None
         self._stack.clear()
         follower = self._follower
-        follower.tags.clear()
+        follower.forget()
         with ExitStack() as stack:
             stack.enter_context(_without_logging())
             stack.enter_context(torch.inference_mode(False))
@@ -149,7 +163,7 @@ class Tracer:
 
     def _returned(self, output: Any) -> None:
         for tag in self._follower.tags_in(output):
-            tag.flow.obstruct("its output is also an output of the model")
+            tag.flow.returned.setdefault("its output is also an output of the model")
 
     def _call(
         self,
@@ -167,6 +181,8 @@ class Tracer:
             if name in self._packed:
                 lead = args[0].shape[:-1]
                 output = args[0].new_empty((*lead, self._packed[name]))
+            elif name in self._passed:
+                output = args[0]
             elif name in self._columns:
                 start, stop = self._columns[name]
                 output = args[0].narrow(-1, start, stop - start)
@@ -187,14 +203,14 @@ class Tracer:
         tags = follower.tags_in((args, kwargs))
         for tag in tags:
             tag.flow.readers.setdefault(name)
+        if any(parameter is not None for parameter in module._parameters.values()):
+            sources = self.trace.inputs.setdefault(name, set())
+            sources.update([tag.flow.norm for tag in tags] or [None])
         if name in self.trace.flows:
             return self._norm(name, forward, args, kwargs, tags)
-        if type(module) is nn.Linear:
-            sources = self.trace.linear_inputs.setdefault(name, set())
-            sources.update([tag.flow.norm for tag in tags] or [None])
-            return self._linear(name, module, args, kwargs, tags)
-        if tags and _acts_as_linear(module):
-            return self._wrapped_linear(name, module, args, kwargs, tags)
+        kind = self.trace.kinds.get(name)
+        if kind is not None and self._fits(module, args, kwargs):
+            return self._linear(name, kind, module, args, kwargs, tags)
         try:
             output = forward(*args, **kwargs)
         except _DEPENDS_ON_DATA:
@@ -212,7 +228,7 @@ class Tracer:
             if isinstance(output, Mapping):
                 for key, value in output.items():
                     if tag in follower.tags_in(value):
-                        tag.flow.obstruct(
+                        tag.flow.returned.setdefault(
                             f"its output is also returned as {key} by {self._follower.where()}"
                         )
         return output
@@ -232,41 +248,35 @@ class Tracer:
         if not isinstance(output, Tensor):
             flow.obstruct("its forward does not return one tensor")
         else:
-            if output.dtype != args[0].dtype:
-                flow.obstruct(f"it turns {args[0].dtype} into {output.dtype}")
-            follower.tag(output, Tag(flow))
+            source = _first(args, kwargs)
+            if source is not None and output.dtype != source.dtype:
+                flow.obstruct(f"it turns {source.dtype} into {output.dtype}")
+            follower.tag(output, Tag(flow, 0 if source is None else memory_of(source)))
         return output
 
     def _linear(
-        self, name: str, module: nn.Linear, args: Any, kwargs: Any, tags: list[Tag]
+        self, name: str, kind: str, module: nn.Module, args: Any, kwargs: Any, tags: list[Tag]
     ) -> Tensor:
         for tag in tags:
             if len(args) != 1 or kwargs or self._follower.tag_of(args[0]) is not tag:
                 tag.flow.obstruct(
                     f"{self._follower.where()} is not given its input as one positional argument"
                 )
-            tag.consumers.add(name)
-            tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
+            self._follower.consume(tag, name, kind)
         # The shape is all that is wanted: much cheaper than the fake matmul.
-        return self._linear_output(module, args, kwargs)
-
-    def _wrapped_linear(
-        self, name: str, module: nn.Module, args: Any, kwargs: Any, tags: list[Tag]
-    ) -> Any:
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        for tag in tags:
-            tag.flow.consumers[name] = tag.flow.consumers.get(name, 0) + 1
-            tag.flow.obstruct(
-                f"{name} is a {kind} (quantized, LoRA or another wrapper), not a torch.nn.Linear"
-            )
-        return self._linear_output(module, args, kwargs)
-
-    def _linear_output(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
         with self._follower.looking_away():
             x = _first(args, kwargs)
-            if x is None or x.shape[-1] != module.in_features:
-                raise ShapeMismatch(f"a linear of {module.in_features} columns got another size")
-            return x.new_empty((*x.shape[:-1], module.out_features))
+            return x.new_empty((*x.shape[:-1], linear_sizes(module)[1]))
+
+    def _fits(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a linear is called as one; what only names sizes as one does is looked into."""
+        x, (columns, _) = _first(args, kwargs), linear_sizes(module)
+        with self._follower.looking_away():
+            if x is not None and x.shape[-1:] == (columns,):
+                return True
+        if type(module) is nn.Linear:
+            raise ShapeMismatch(f"a linear of {columns} columns got another size")
+        return False
 
     def _compare(self, name: str, output: Any) -> None:
         follower = self._follower
@@ -279,7 +289,7 @@ class Tracer:
         place = len(self._log) - 1
         stock = self._expected[place] if place < len(self._expected) else ("", [])
         if stock[0] != name or (stock[1] is not None and stock[1] != shapes):
-            raise ShapeMismatch(f"{name}: stock {stock}, packed {shapes}")
+            raise ShapeMismatch(f"{name}: stock {stock}, rehearsed {shapes}")
 
 
 @contextmanager
@@ -291,11 +301,6 @@ def _without_logging() -> Iterator[None]:
         yield
     finally:
         logger.disabled = disabled
-
-
-def _acts_as_linear(module: nn.Module) -> bool:
-    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
-    return all(isinstance(size, int) for size in sizes)
 
 
 def _first(args: Any, kwargs: Any) -> Tensor | None:

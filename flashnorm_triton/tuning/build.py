@@ -88,7 +88,7 @@ def _launches_collected(device: Device, target: Target) -> Iterator[list[Any]]:
     import torch
     from triton.runtime import driver
 
-    from flashnorm_triton import launch, workspace
+    from flashnorm_triton import launch, runtime, workspace
     from flashnorm_triton.compiled import Tile
 
     collected: list[Any] = []
@@ -104,7 +104,7 @@ def _launches_collected(device: Device, target: Target) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as stack:
         replace_all = (
             (launch.Kernel, "__call__", compile_only),
-            (launch, "device_facts", lambda index: device),
+            (runtime, "device_facts", lambda index: device),
             (workspace, "counters", on_cpu),
             (driver, "_active", _NoGpu(target)),
         )

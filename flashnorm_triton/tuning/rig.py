@@ -27,7 +27,6 @@ from flashnorm_triton.tuning.measure import Backend, CudaBackend, require_gpu
 EPS = 1e-6
 _MOST_SETS = 256
 _USUAL_CACHE = 64 << 20
-_LOAD_US = 25.0
 _CHECK_US = 20_000.0  # about what the repeated launches of one candidate may take
 _FEWEST_LAUNCHES = 4
 
@@ -83,7 +82,7 @@ class Rig:
         self.cache_bytes = getattr(properties, "L2_cache_size", 0) or _USUAL_CACHE
         self.backend = CudaBackend()
         self.rebuilt = 0
-        self.load = _Load()
+        self.load = Load()
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._watch_compiler()
 
@@ -169,7 +168,7 @@ class Bench:
             return norm_linear(part, case.weight, case.eps, case.bias, case.gain, plan=plan)
 
         launches = max(_FEWEST_LAUNCHES, min(launches, int(_CHECK_US / us)))
-        repeats = max(1, round(us / _LOAD_US))
+        repeats = max(1, round(us / Load.us))
         return validate.check(case, run, launches, lambda: self.rig.load(repeats))
 
     def call(self, plan: Plan) -> Callable[[int], Tensor]:
@@ -178,8 +177,13 @@ class Bench:
         return lambda i: norm_linear(inputs[i], weights[i], EPS, bias, gain, plan=plan)
 
 
-class _Load:
-    """Copies and matmuls by turns on a stream of its own: they come and go between launches."""
+class Load:
+    """Copies and matmuls by turns on a stream of its own: they come and go between launches.
+
+    ``us``: about how long one of them takes on the fastest GPU, in microseconds.
+    """
+
+    us = 25.0
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()

@@ -84,25 +84,44 @@ def make_case(problem: Problem, weight: Tensor, eps: float = 1e-6) -> Case:
 
     Takes about rows × (N + K) × 8 bytes beside it, for at most 512 rows.
     """
-    n, k, device, dtype = problem.n, problem.k, weight.device, weight.dtype
-    least = min(max(_LEAST_OUTPUTS // n, _LEAST_ROWS), _MOST_REFERENCE_ROWS)
-    x = make_rows(-(-least // problem.m) * problem.m, k, dtype, device)
-    gain = (0.5 + torch.rand(k, device=device)).to(dtype) if problem.has_gain else None
+    n, device, dtype = problem.n, weight.device, weight.dtype
+    x, gain, rows = _inputs(problem, max(_LEAST_OUTPUTS // n, _LEAST_ROWS), dtype, device)
     bias = torch.randn(n, device=device).to(dtype) if problem.has_bias else None
-    rows = _spread(len(x), device)
-    wide = x[rows].double()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = normed if gain is None else normed * gain.double()
+    normed, stock_normed = _normed(x[rows], gain, eps)
     wanted = torch.cat([normed @ some.double().T for some in weight.split(_WEIGHT_ROWS)], dim=1)
     # Stock modules as transformers writes them: the norm in fp32, its result rounded, the linear.
-    x32 = x[rows].float()
-    stock_normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    stock_normed = stock_normed if gain is None else stock_normed * gain.float()
-    got = torch.nn.functional.linear(stock_normed.to(dtype), weight, bias)
+    got = torch.nn.functional.linear(stock_normed, weight, bias)
     if bias is not None:
         wanted += bias.double()
     parts = x.split(problem.m)
     return Case(parts, weight, gain, bias, eps, rows, wanted, _errors(got, wanted))
+
+
+def make_norm_case(problem: Problem, device: torch.device | str, eps: float = 1e-6) -> Case:
+    """A case of the norm alone: what is wanted is the normalised rows (rows, K)."""
+    dtype = getattr(torch, problem.dtype)
+    x, gain, rows = _inputs(problem, _LEAST_ROWS, dtype, torch.device(device))
+    wanted, stock = _normed(x[rows], gain, eps)
+    return Case(x.split(problem.m), x, gain, None, eps, rows, wanted, _errors(stock, wanted))
+
+
+def _inputs(
+    problem: Problem, least: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Rows for whole calls (at least ``least``), a gain or None, and which rows are compared."""
+    least = min(least, _MOST_REFERENCE_ROWS)
+    x = make_rows(-(-least // problem.m) * problem.m, problem.k, dtype, device)
+    gain = (0.5 + torch.rand(problem.k, device=device)).to(dtype) if problem.has_gain else None
+    return x, gain, _spread(len(x), device)
+
+
+def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x in float64, and as the stock module has it: in fp32, rounded to x's dtype."""
+    found = []
+    for wide in (x.double(), x.float()):
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        found.append(normed if gain is None else normed * gain.to(wide.dtype))
+    return found[0], found[1].to(x.dtype)
 
 
 def _spread(count: int, device: torch.device) -> Tensor:
@@ -174,12 +193,13 @@ def check_bits(
         place = launch % len(case.parts)
         load()
         again = run(case.parts[place])
-        moved += (_bits(again) != _bits(outputs[place])).any()
+        moved += (bits(again) != bits(outputs[place])).any()
     count = int(moved)
     return f"other bits in {count} of {launches} repeated launches" if count else None
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits(values: Tensor) -> Tensor:
+    """The values as integers: equal only where every bit is."""
     return values.view(torch.int16 if values.element_size() == 2 else torch.int32)
 
 

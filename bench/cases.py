@@ -1,0 +1,113 @@
+"""One shape of bench/norm_linear.py: its weights, and everything that can be timed on them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from bench.shapes import Shape
+from flashnorm_triton import algebra, ops
+from flashnorm_triton.tuning import measure
+
+EPS = 1e-5
+DTYPE = torch.bfloat16
+
+
+class Stock(nn.Module):
+    """transformers' LlamaRMSNorm, then ``nn.Linear``: what a patched model replaces."""
+
+    def __init__(self, gain: Tensor, weight: Tensor) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        super().__init__()
+        n, k = weight.shape
+        with torch.device("meta"):
+            self.norm = LlamaRMSNorm(k, eps=EPS)
+            self.linear = nn.Linear(k, n, bias=False)
+        self.norm.weight = nn.Parameter(gain, requires_grad=False)
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+class Case:
+    """The weights of one shape: as many copies as one row needs to get past the L2 cache."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        cache_bytes: int,
+        memory_bytes: int,
+        device: str = "cuda",
+        dtype: torch.dtype = DTYPE,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.device = torch.device(device)
+        self._cache, self._memory = cache_bytes, memory_bytes
+        copies = self.copies(1)
+        n, k = shape.n, shape.k
+        self.gains = [(1 + 0.5 * torch.randn(k, device=device)).to(dtype) for _ in range(copies)]
+        self.weights = [
+            (torch.randn(n, k, device=device) * k**-0.5).to(dtype) for _ in range(copies)
+        ]
+        self.folded = [
+            algebra.fold(w, g.float()) for w, g in zip(self.weights, self.gains, strict=True)
+        ]
+        self.stock = [Stock(g, w) for g, w in zip(self.gains, self.weights, strict=True)]
+        self.weight64 = self.weights[0].double()
+
+    def copies(self, m: int) -> int:
+        bytes_per_call = 2 * self.shape.k * (self.shape.n + m)
+        return measure.copies_past_cache(
+            bytes_per_call, cache_bytes=self._cache, memory_bytes=self._memory
+        )
+
+    def candidates(self, x: Sequence[Tensor], *, compiled: bool) -> dict[str, Callable]:
+        """Ours first; every callable takes the rotation index."""
+        linear, rms_norm = nn.functional.linear, nn.functional.rms_norm
+        gains, weights, folded, stock = self.gains, self.weights, self.folded, self.stock
+        k = self.shape.k
+        found: dict[str, Callable[[int], Tensor]] = {
+            "ours": lambda i: ops.norm_linear(x[i], folded[i], EPS),
+            "ours again": lambda i: ops.norm_linear(x[i], folded[i], EPS),
+            "gemm_only": lambda i: linear(x[i], weights[i]),
+            "triton_norm+linear": lambda i: linear(ops.rms_norm(x[i], EPS, gains[i]), weights[i]),
+            "rms_norm+linear": lambda i: linear(rms_norm(x[i], (k,), gains[i], EPS), weights[i]),
+            "stock": lambda i: stock[i](x[i]),
+        }
+        if (liger := liger_norm()) is not None:
+            found["liger_norm+linear"] = lambda i: linear(liger(x[i], gains[i]), weights[i])
+        if compiled:
+            torch._dynamo.reset()  # or a shape too many makes it fall back to eager
+            call = torch.compile(self._functional, dynamic=False)
+            found["compiled"] = lambda i: call(x[i], gains[i], weights[i])
+        return found
+
+    def _functional(self, x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
+        parameters = {"norm.weight": gain, "linear.weight": weight}
+        return torch.func.functional_call(self.stock[0], parameters, (x,))
+
+
+def liger_norm() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Liger's RMSNorm (x, gain) with its casting as in Llama; None where it is not installed."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return None
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    return lambda x, gain: LigerRMSNormFunction.apply(x, gain, EPS, 0.0, "llama", False)
+
+
+def warm(cells: Sequence[tuple[Shape, int]], dtype: torch.dtype, *, compiled: bool) -> None:
+    """Compile these cells' kernels, so that the disk caches of Triton and of torch hold them."""
+    for shape, m in cells:
+        case = Case(shape, cache_bytes=1, memory_bytes=1, dtype=dtype)
+        x = torch.randn(m, shape.k, dtype=dtype, device="cuda")
+        for name, call in case.candidates([x], compiled=compiled).items():
+            if name in ("ours", "triton_norm+linear", "liger_norm+linear", "compiled"):
+                call(0)
+    torch.cuda.synchronize()

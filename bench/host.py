@@ -1,0 +1,176 @@
+"""What one call costs the host in eager use: norm_linear beside what it replaces.
+
+Question: how many microseconds of CPU time does a call of ``norm_linear`` take (cached plan, output
+and launch), against ``F.linear`` alone and against stock norm, then linear? Eager decoding is bound
+by this. Small inputs, so that the GPU keeps up and no launch waits for a full queue; the bursts of
+all callables alternate, and a figure is the median over bursts.
+
+    python bench/host.py [--out FILE] [--tokens ...] [--repeats R]
+
+Exit: 0 when every cell is within the goal, 1 when one is not or failed, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from bench import report
+from bench.cases import DTYPE, EPS, Stock
+from bench.norm_linear import plan_of
+from bench.shapes import SHAPES, Shape, parse_tokens
+from flashnorm_triton import ops, results, runtime
+from flashnorm_triton.tuning import measure
+
+ROOT = Path(__file__).resolve().parents[1]
+GOAL_US = 12.0
+# Their plans differ: one row, some rows, many rows. All of them take the GPU a few microseconds.
+TOKENS = (1, 4, 16, 64, 128, 512)
+SHAPE = SHAPES[0]
+CALLS = 200
+OURS = "norm_linear"
+
+
+def callables(x: Tensor, shape: Shape) -> dict[str, Callable[[], object]]:
+    """Ours first. ``x`` is (M, K); weights and gains are random, on x's device."""
+    linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
+    weight = torch.randn(shape.n, shape.k, dtype=x.dtype, device=x.device) * shape.k**-0.5
+    gain = (1 + 0.5 * torch.randn(shape.k, device=x.device)).to(x.dtype)
+    stock = Stock(gain, weight)
+    return {
+        OURS: lambda: ops.norm_linear(x, weight, EPS),
+        "F.linear": lambda: linear(x, weight),
+        "rms_norm+linear": lambda: linear(rms_norm(x, (shape.k,), gain, EPS), weight),
+        "stock": lambda: stock(x),
+        "torch.ops": lambda: torch.ops.flashnorm.norm_linear(x, weight, EPS, None, None),
+    }
+
+
+def bursts(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    each: int = CALLS,
+    synchronize: Callable[[], None] = torch.cuda.synchronize,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, measure.Timing]:
+    """Host microseconds a call: ``repeats`` rounds in which every callable has one burst.
+
+    The synchronisation between bursts is not counted; the first round is a warm-up and is dropped.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(repeats + 1):
+        for name, call in calls.items():
+            synchronize()
+            started = clock()
+            for _ in range(each):
+                call()
+            spent = clock() - started
+            if number:
+                taken[name].append(spent / each * 1e6)
+    synchronize()
+    return {name: measure.timing(values) for name, values in taken.items()}
+
+
+def record_of(
+    shape: Shape, m: int, plan: Mapping[str, object], timings: Mapping[str, measure.Timing]
+) -> dict[str, Any]:
+    """One record: medians by name, ours with its quantiles, and whether it meets the goal."""
+    ours = timings[OURS]
+    return {
+        "call": OURS,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "m": m,
+        "n": shape.n,
+        "k": shape.k,
+        "plan": dict(plan),
+        "host_us": {name: timing.us for name, timing in timings.items()},
+        "host_us_q20": ours.us_q20,
+        "host_us_q80": ours.us_q80,
+        "goal_us": GOAL_US,
+        "goal_met": ours.us <= GOAL_US,
+    }
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Microseconds of every callable by row count, and the goal's verdict."""
+    good = report.measured(records)
+    names = list(dict.fromkeys(name for record in good for name in record["host_us"]))
+    lines = ["", f"{'M':>6}  {'plan':<28}" + "".join(f"{name:>17}" for name in names)]
+    for record in good:
+        plan = f"{record['plan']['strategy']}/{record['plan']['form']}"
+        row = "".join(f"{record['host_us'].get(name, float('nan')):>17.2f}" for name in names)
+        lines.append(f"{record['m']:>6}  {plan:<28}{row}")
+    lines += [f"M={record['m']}: {record['error']}" for record in records if record.get("error")]
+    met = sum(record["goal_met"] for record in good)
+    lines.append(f"within {GOAL_US:.0f} µs a call: {met} of {len(records)} cells")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    log = report.Log()
+    torch.manual_seed(0)
+    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
+    folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
+    path = args.out or folder / "host.json"
+    facts = runtime.device_facts(torch.cuda.current_device())
+    records = []
+    for m in args.tokens:
+        x = torch.randn(m, SHAPE.k, dtype=DTYPE, device="cuda")
+        plan = plan_of(SHAPE, m, facts)
+        try:
+            timings = bursts(callables(x, SHAPE), repeats=args.repeats)
+            record = record_of(SHAPE, m, plan, timings)
+            log(f"M={m}: " + ", ".join(f"{k} {v:.2f} µs" for k, v in record["host_us"].items()))
+        except Exception as error:
+            record = {"call": OURS, "dtype": "bfloat16", "m": m, "n": SHAPE.n, "k": SHAPE.k}
+            record["error"] = f"{type(error).__name__}: {error}"[:2000]
+            log(f"M={m}: {record['error']}")
+        records.append(record)
+        results.save(path, head, records)
+    print(table(records), flush=True)
+    log(f"written: {path}")
+    return 0 if all(record.get("goal_met") for record in records) else 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser.add_argument(
+        "--tokens", nargs="+", default=[str(m) for m in TOKENS], help="row counts M"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="bursts a callable (15)")
+    args = parser.parse_args(argv)
+    try:
+        args.tokens = parse_tokens(args.tokens)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}: at least 1")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    try:
+        measure.require_gpu()
+    except measure.NoGpuError as error:
+        print(f"host: {error}", file=sys.stderr)
+        return 2
+    with torch.no_grad():
+        return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,353 @@
+"""Does a bit ever move? Every plan family, launched 100,000 times under contention.
+
+Question: over very many launches, while other streams keep the GPU busy, on fresh memory filled
+with NaN, does any launch of a plan that this package can choose give other bits than its first
+one, which was right against float64? A race or a forgotten write shows here, if anywhere.
+
+    python bench/soak.py [--launches N] [--seconds S] [--members M] [--families ...] [--out FILE]
+
+Launches come from CUDA graphs of many and one by one, on streams drawn at random, three at a time
+beside copies and matmuls on a fourth. Outputs are compared on the device; the host reads one count
+a member and batch. A run goes on from the counts in its file while kernels, versions and GPU are
+the same (``--fresh`` begins anew). Exit: 0 when every family reached its launches and no bit moved,
+1 when one did, was wrong or is short of launches, 2 for bad arguments or no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from bench import report
+from flashnorm_triton import results
+from flashnorm_triton.tuning import measure
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCHES = 100_000
+STREAMS = 3
+_BATCH = 24
+_PLAIN_SHARE = 0.25  # of the picks; a graph's holds many times more launches
+_SAME = ("gpu", "torch", "triton", "kernel_hash")
+
+
+class Launcher(Protocol):
+    """A member that can be launched: ``soak_members.Ready``, or a stand-in of a test.
+
+    ``us``: about how long one replay of its graph takes.
+    """
+
+    us: float
+
+    def replay(self, stream: int) -> int: ...
+
+    def launch(self, stream: int) -> int: ...
+
+    def settle(self) -> int: ...
+
+
+@dataclass
+class Tally:
+    """Launches and, of those, with other bits, one number a member; ``plain``: one by one."""
+
+    launches: list[int]
+    mismatches: list[int]
+    plain: int = 0
+    seconds: float = 0.0
+
+    @property
+    def total(self) -> int:
+        return sum(self.launches)
+
+
+def soak(
+    members: Sequence[Launcher],
+    *,
+    wanted: int,
+    seconds: float,
+    rng: random.Random,
+    load: Callable[[float], None],
+    synchronize: Callable[[], None],
+    streams: int = STREAMS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tally:
+    """Launch members at random until there were ``wanted`` launches or the time is up.
+
+    ``load(us)`` enqueues about ``us`` microseconds of work that disturbs. Work is enqueued in
+    batches; after each, ``synchronize`` waits for the GPU and the mismatches are read.
+    """
+    tally = Tally([0] * len(members), [0] * len(members))
+    started = clock()
+    while tally.total < wanted and clock() - started < seconds:
+        for _ in range(_BATCH):
+            place, stream = rng.randrange(len(members)), rng.randrange(streams)
+            member = members[place]
+            load(member.us)
+            if rng.random() < _PLAIN_SHARE:
+                count = member.launch(stream)
+                tally.plain += count
+            else:
+                count = member.replay(stream)
+            tally.launches[place] += count
+        synchronize()
+        for place, member in enumerate(members):
+            tally.mismatches[place] += member.settle()
+    tally.seconds = clock() - started
+    return tally
+
+
+@dataclass
+class Family:
+    """What is known of a family so far: its record in the making."""
+
+    name: str
+    launches: int = 0
+    plain: int = 0
+    mismatches: int = 0
+    seconds: float = 0.0
+    members: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+    def add(self, tally: Tally, described: Sequence[Mapping[str, Any]]) -> None:
+        """Count a run of the members that ``described`` names, in their order."""
+        self.launches += tally.total
+        self.plain += tally.plain
+        self.mismatches += sum(tally.mismatches)
+        self.seconds += tally.seconds
+        known = {_name(member): member for member in self.members}
+        for what, launches, moved in zip(described, tally.launches, tally.mismatches, strict=True):
+            member = known.get(_name(what))
+            if member is None:
+                member = {**what, "launches": 0, "mismatches": 0}
+                self.members.append(member)
+            member["launches"] += launches
+            member["mismatches"] += moved
+
+    def bad(self) -> str | None:
+        """Why the family has failed, or None."""
+        if self.error:
+            return self.error
+        wrong = [member for member in self.members if member.get("error")]
+        if wrong:
+            return f"{wrong[0]['plan']}: {wrong[0]['error']}"
+        if self.mismatches:
+            moved = max(self.members, key=lambda member: member["mismatches"])
+            return f"other bits in {self.mismatches} launches, most with {moved['plan']}"
+        return None
+
+    def record(self, wanted: int) -> dict[str, Any]:
+        """The record of the result file."""
+        record: dict[str, Any] = {
+            "family": self.name,
+            "launches": self.launches,
+            "plain_launches": self.plain,
+            "mismatches": self.mismatches,
+            "goal_launches": wanted,
+            "goal_met": self.launches >= wanted and self.bad() is None,
+            "seconds": self.seconds,
+            "members": self.members,
+        }
+        return {**record, "error": self.error} if self.error else record
+
+
+def _name(member: Mapping[str, Any]) -> str:
+    return f"{member['problem']} {member['plan']}"
+
+
+def resumed(path: Path, head: Mapping[str, Any]) -> dict[str, Family]:
+    """The families of an earlier run with the same kernels, versions and GPU; none of any other.
+
+    One that failed begins anew: its failure must show again, or be gone.
+    """
+    try:
+        loaded = results.load(path)
+    except results.ResultsError:
+        return {}
+    if any(loaded.header[name] != head[name] for name in _SAME):
+        return {}
+    known = {}
+    for record in loaded.records:
+        if record.get("error"):
+            continue
+        family = Family(
+            record["family"],
+            record["launches"],
+            record["plain_launches"],
+            record["mismatches"],
+            record["seconds"],
+            list(record["members"]),
+        )
+        if family.bad() is None:
+            known[family.name] = family
+    return known
+
+
+def table(records: Sequence[Mapping[str, Any]], wanted: int) -> str:
+    """Launches and mismatches of every family, and the verdict."""
+    width = max((len(record["family"]) for record in records), default=10)
+    lines = ["", f"{'family':<{width}} {'members':>8} {'launches':>10} {'mismatches':>11}"]
+    for record in records:
+        told = record.get("error") or ("" if record["goal_met"] else "short, or wrong")
+        lines.append(
+            f"{record['family']:<{width}} {len(record['members']):>8} "
+            f"{record['launches']:>10,} {record['mismatches']:>11} {told}"
+        )
+    met = sum(record["goal_met"] for record in records)
+    lines.append(f"families with {wanted:,} launches and no moved bit: {met} of {len(records)}")
+    return "\n".join(lines)
+
+
+def run_all(
+    families: Mapping[str, Sequence[Any]],
+    known: dict[str, Family],
+    *,
+    ready: Callable[[Any], Launcher],
+    describe: Callable[[Any, Launcher | None], dict[str, Any]],
+    save: Callable[[list[dict[str, Any]]], None],
+    wanted: int,
+    seconds: float,
+    log: report.Log,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Soak every family that is short of launches, saving after each; the records.
+
+    The time left is shared by the families that are left. A member that cannot be made ready is
+    recorded with its error, and the others go on; an error while launching ends the run, for the
+    GPU's context may be lost.
+    """
+    found = {**known, **{name: known.get(name, Family(name)) for name in families}}
+    short = [name for name in families if found[name].launches < wanted]
+    ends = log.seconds + seconds
+
+    def records() -> list[dict[str, Any]]:
+        return [family.record(wanted) for family in found.values()]
+
+    for number, name in enumerate(short):
+        family = found[name]
+        launchers, described = [], []
+        for member in families[name]:
+            try:
+                launchers.append(ready(member))
+                described.append(describe(member, launchers[-1]))
+            except ValueError as error:
+                failed = {**describe(member, None), "launches": 0, "mismatches": 0}
+                family.members.append({**failed, "error": str(error)[:500]})
+        try:
+            if launchers:
+                share = max(0.0, ends - log.seconds) / (len(short) - number)
+                tally = soak(launchers, wanted=wanted - family.launches, seconds=share, **options)
+                family.add(tally, described)
+        except Exception as error:
+            family.error = f"{type(error).__name__}: {error}"[:2000]
+            save(records())
+            log(f"{name}: {family.error}")
+            break
+        save(records())
+        log(
+            f"{number + 1}/{len(short)} {name}: {family.launches:,} launches, "
+            f"{family.mismatches} with other bits" + (f", {family.bad()}" if family.bad() else "")
+        )
+    save(records())
+    return records()
+
+
+def run(args: argparse.Namespace) -> int:
+    from bench import soak_members
+    from flashnorm_triton.tuning.build import Job, Pool
+    from flashnorm_triton.tuning.rig import Rig
+
+    log = report.Log()
+    rng = random.Random(args.seed)
+    torch.manual_seed(args.seed)
+    rig = Rig()
+    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
+    folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
+    path = args.out or folder / "soak.json"
+    pool = soak_members.pool(rig.gpu, rig.device)
+    families = soak_members.families(pool, rig.device, args.members, rng)
+    families = {
+        name: members
+        for name, members in families.items()
+        if not args.families or any(word in name for word in args.families)
+    }
+    compiler = Pool(args.jobs or max(1, len(os.sched_getaffinity(0)) - 2))
+    every = [member for members in families.values() for member in members]
+    builds = {
+        member: compiler.submit(Job(member.plan, member.problem, rig.device, rig.target))
+        for member in every
+    }
+    streams = [torch.cuda.Stream() for _ in range(STREAMS)]
+    log(f"{head['gpu']}: {len(families)} families, {len(every)} members")
+
+    def ready(member: soak_members.Member) -> soak_members.Ready:
+        built = builds[member].result()
+        if built.error or built.findings:
+            raise ValueError(built.error or f"lint: {built.findings[0]}")
+        made = soak_members.make_ready(member, streams)
+        made.capture(rig.backend)
+        return made
+
+    try:
+        records = run_all(
+            families,
+            {} if args.fresh else resumed(path, head),
+            ready=ready,
+            describe=soak_members.describe,
+            save=lambda records: results.save(path, head, records),
+            wanted=args.launches,
+            seconds=args.seconds,
+            log=log,
+            rng=rng,
+            load=lambda us: rig.load(max(1, round(us / rig.load.us))),
+            synchronize=torch.cuda.synchronize,
+        )
+    finally:
+        compiler.close()
+        rig.close()
+    print(table(records, args.launches), flush=True)
+    log(f"written: {path}")
+    return 0 if records and all(record["goal_met"] for record in records) else 1
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="a family (100000)")
+    parser.add_argument("--seconds", type=float, default=300.0, help="then stop launching (300)")
+    parser.add_argument("--members", type=int, default=6, help="plans and sizes a family (6)")
+    parser.add_argument("--families", nargs="+", help="only families with one of these words")
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser.add_argument("--fresh", action="store_true", help="begin anew, whatever the file has")
+    parser.add_argument("--jobs", type=int, help="compiling processes; left out: CPU cores but two")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    for name in ("launches", "seconds", "members"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name} {getattr(args, name)}: it must be more than 0")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    try:
+        measure.require_gpu()
+    except measure.NoGpuError as error:
+        print(f"soak: {error}", file=sys.stderr)
+        return 2
+    with torch.no_grad():
+        return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,333 @@
+"""Rewriting shards: one pass in file order, a few megabytes in memory, every byte hashed.
+
+What is not changed is copied range by range. A weight is multiplied in pieces that fit the cache:
+float32 product (float64 for float64), one rounding. Biases that take W·β are written last, when
+all of their weights have gone by, wherever those are stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flashnorm_triton.checkpoints.safefile import (
+    FLOATS,
+    Entry,
+    Shard,
+    make_header,
+    to_bytes,
+)
+
+_CHUNK = 4 << 20  # bytes read at a time
+_PIECE = 1 << 17  # elements multiplied at a time: their float32 copy stays in the cache
+_BUFFERS = 3
+# A healthy float16 product is off by about 2e-4; beyond this, subnormal values were hit.
+_HALF_ERROR = 5e-4
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Multiply a weight by ``gain`` (K,) along ``axis``; ``beta`` (K,) also yields W·β, which is
+    added to the stored tensor ``bias``."""
+
+    gain: Tensor
+    axis: int
+    beta: Tensor | None = None
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Write these values, in the tensor's own dtype."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Leave the tensor out."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """A tensor written beside ``source`` in the same file: its values, or their product."""
+
+    name: str
+    source: str
+    scale: Scale | None
+
+
+Edit = Scale | Replace | Drop
+
+
+class Rewriter:
+    """Writes the changed copy of a checkpoint's shards, one call a shard, then :meth:`finish`.
+
+    Args:
+        edits: what becomes of each stored tensor; one that is not named is copied.
+        added: tensors that the source has not.
+        cast: stored dtypes (safetensors names) that are converted, and to what.
+        advance: told of the bytes read.
+    """
+
+    def __init__(
+        self,
+        edits: Mapping[str, Edit],
+        added: tuple[Added, ...] = (),
+        cast: Mapping[str, str] | None = None,
+        advance: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        self._edits, self._added = edits, added
+        self._cast = dict(cast or {})
+        self._advance = advance
+        self._moved: dict[str, Tensor] = {}
+        self._waiting: dict[str, tuple[Path, int, str, Tensor]] = {}
+        self._biases = {
+            edit.bias for edit in edits.values() if isinstance(edit, Scale) and edit.bias
+        }
+
+    def layout(self, shard: Shard) -> tuple[bytes, tuple[Entry, ...]]:
+        """Header and entries of the new file; the source's own bytes where nothing moves."""
+        present = {entry.name for entry in shard.entries}
+        kept = [e for e in shard.entries if not isinstance(self._edits.get(e.name), Drop)]
+        tensors = [(e.name, self._cast.get(e.dtype, e.dtype), e.shape) for e in kept]
+        for one in self._added:
+            if one.source in present:
+                old = next(e for e in shard.entries if e.name == one.source)
+                tensors.append((one.name, self._cast.get(old.dtype, old.dtype), old.shape))
+        if tensors == [(e.name, e.dtype, e.shape) for e in shard.entries]:
+            return shard.header, shard.entries
+        return make_header(tensors, shard.metadata)
+
+    def write(self, shard: Shard, target: Path) -> str:
+        """Write the new form of ``shard`` to ``target``; returns the source file's sha256.
+
+        Raises ValueError when a product leaves the range of float16, or the source is changed
+        while it is read.
+        """
+        before = os.stat(shard.path)
+        header, entries = self.layout(shard)
+        new = {entry.name: entry for entry in entries}
+        with (
+            shard.path.open("rb", buffering=0) as source,
+            target.open("wb", buffering=0) as sink,
+            ThreadPoolExecutor(1) as hasher,
+        ):
+            reader = HashedReader(source, hasher, self._advance)
+            reader.skip(len(shard.header))
+            write_all(sink, header)
+            for entry in shard.entries:
+                self._tensor(reader, sink, entry, new.get(entry.name), target)
+            digest = reader.hexdigest()
+            for one in self._added:
+                if one.name in new:
+                    self._add(source, sink, shard, one, new[one.name])
+            os.fsync(sink.fileno())
+        after = os.stat(shard.path)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise ValueError(f"{shard.path.name} was changed while it was read: start again")
+        return digest
+
+    def finish(self) -> None:
+        """Write the biases that W·β was added to: float32 sum, one rounding."""
+        for name, (path, offset, dtype, stored) in self._waiting.items():
+            moved = self._moved[name]
+            values = (stored.to(moved.dtype) + moved).to(FLOATS[dtype])
+            with path.open("r+b") as file:
+                file.seek(offset)
+                file.write(to_bytes(values))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _tensor(
+        self,
+        reader: HashedReader,
+        sink: io.RawIOBase,
+        entry: Entry,
+        place: Entry | None,
+        target: Path,
+    ) -> None:
+        edit = self._edits.get(entry.name)
+        if place is None:
+            reader.skip(entry.size)
+        elif isinstance(edit, Replace):
+            reader.skip(entry.size)
+            write_all(sink, to_bytes(edit.values.to(FLOATS[place.dtype])))
+        elif entry.name in self._biases:
+            data = bytearray().join(reader.pieces(entry.size, 1))
+            stored = torch.frombuffer(data, dtype=FLOATS[entry.dtype])
+            self._waiting[entry.name] = (target, sink.tell(), place.dtype, stored)
+            write_all(sink, bytes(place.size))  # holds the place until W·β is known
+        elif edit is not None or place.dtype != entry.dtype:
+            product = Product(entry, place.dtype, edit)
+            for chunk in reader.pieces(entry.size, product.row_bytes):
+                write_all(sink, product(chunk))
+            product.check()
+            if isinstance(edit, Scale) and edit.bias is not None:
+                self._moved[edit.bias] = product.moved()
+        else:
+            for chunk in reader.pieces(entry.size, 1):
+                write_all(sink, chunk)
+
+    def _add(
+        self, source: io.RawIOBase, sink: io.RawIOBase, shard: Shard, one: Added, place: Entry
+    ) -> None:
+        old = next(entry for entry in shard.entries if entry.name == one.source)
+        source.seek(shard.data_start + old.start)
+        product = Product(old, place.dtype, one.scale)
+        for chunk in HashedReader(source, None, lambda count: None).pieces(
+            old.size, product.row_bytes
+        ):
+            write_all(sink, product(chunk))
+        product.check()
+
+
+class HashedReader:
+    """Reads a file from where it stands, piece by piece; a thread hashes what was read."""
+
+    def __init__(
+        self,
+        source: io.RawIOBase,
+        hasher: ThreadPoolExecutor | None,
+        advance: Callable[[int], object],
+    ) -> None:
+        self._source, self._hasher, self._advance = source, hasher, advance
+        self._digest = hashlib.sha256()
+        self._buffers = [bytearray(_CHUNK) for _ in range(_BUFFERS)]
+        self._busy: list[Future[None] | None] = [None] * _BUFFERS
+        self._turn = 0
+
+    def pieces(self, size: int, unit: int) -> Iterator[memoryview]:
+        """The next ``size`` bytes, in pieces of whole units; each is valid until the next but one.
+
+        Raises ValueError when the file ends before.
+        """
+        step = max(_CHUNK // unit, 1) * unit
+        while size:
+            count = min(step, size)
+            self._turn = turn = (self._turn + 1) % _BUFFERS
+            self._wait(turn)
+            if len(self._buffers[turn]) < count:
+                self._buffers[turn] = bytearray(count)
+            view = memoryview(self._buffers[turn])[:count]
+            filled = 0
+            while filled < count:
+                got = self._source.readinto(view[filled:])
+                if not got:
+                    raise ValueError(f"{self._source.name} ends before its header says")
+                filled += got
+            if self._hasher is not None:
+                self._busy[turn] = self._hasher.submit(self._digest.update, view)
+            size -= count
+            self._advance(count)
+            yield view
+
+    def skip(self, size: int) -> None:
+        """Read (and hash) bytes that nobody wants."""
+        for _ in self.pieces(size, 1):
+            pass
+
+    def hexdigest(self) -> str:
+        """The sha256 of everything read."""
+        for turn in range(_BUFFERS):
+            self._wait(turn)
+        return self._digest.hexdigest()
+
+    def _wait(self, turn: int) -> None:
+        future, self._busy[turn] = self._busy[turn], None
+        if future is not None:
+            future.result()
+
+
+class Product:
+    """The product of one tensor, fed in file order in pieces of ``row_bytes`` times n.
+
+    A weight (..., K, inner...) is a list of rows: of K values that meet the gain one by one when
+    K is the last axis, else of ``inner`` values that share one entry of the gain.
+    """
+
+    def __init__(self, entry: Entry, dtype: str, scale: Scale | None) -> None:
+        self._name = entry.name
+        self._in, self._out = FLOATS[entry.dtype], FLOATS[dtype]
+        self._wide = torch.promote_types(self._in, torch.float32)
+        self._gain = self._beta = None
+        self._along_row, self._row = True, 1
+        if scale is not None:
+            self._gain = scale.gain.to(self._wide)
+            self._beta = None if scale.beta is None else scale.beta.to(self._wide)
+            inner = math.prod(entry.shape[scale.axis % len(entry.shape) + 1 :])
+            self._along_row = inner == 1
+            self._row = len(self._gain) if self._along_row else inner
+        self.row_bytes = self._row * self._in.itemsize
+        self._seen = 0  # rows so far
+        self._missed = self._total = 0.0
+        self._moved: list[Tensor] = []
+        self._scratch = self._result = torch.empty(0)
+
+    def __call__(self, chunk: memoryview) -> memoryview:
+        """The bytes of the product; valid until the next call. Raises ValueError (float16)."""
+        x = torch.frombuffer(chunk, dtype=self._in).view(-1, self._row)
+        step = max(1, _PIECE // self._row)
+        if self._result.numel() < x.numel():
+            self._scratch = torch.empty(step, self._row, dtype=self._wide)
+            self._result = torch.empty(x.numel(), dtype=self._out)
+        result = self._result[: x.numel()].view(-1, self._row)
+        for start in range(0, len(x), step):
+            part = x[start : start + step]
+            wide = self._scratch[: len(part)]
+            wide.copy_(part)
+            self._multiply(wide)
+            rounded = result[start : start + step]
+            rounded.copy_(wide)
+            if self._out == torch.float16:
+                self._judge(wide, rounded)
+        return to_bytes(result)
+
+    def moved(self) -> Tensor:
+        """W·β (N,), when all has gone by."""
+        return torch.cat(self._moved) if self._along_row else torch.stack(self._moved).sum(0)
+
+    def _multiply(self, wide: Tensor) -> None:
+        rows = len(wide)
+        if self._gain is None:
+            return
+        if self._along_row:
+            if self._beta is not None:
+                self._moved.append(wide @ self._beta)
+            wide.mul_(self._gain)
+        else:
+            index = torch.arange(self._seen, self._seen + rows) % len(self._gain)
+            if self._beta is not None:
+                self._moved.append(self._beta[index] @ wide)
+            wide.mul_(self._gain[index, None])
+        self._seen += rows
+
+    def _judge(self, wide: Tensor, rounded: Tensor) -> None:
+        off = rounded.to(self._wide).sub_(wide)
+        self._missed += float(torch.linalg.vector_norm(off, dtype=torch.float64)) ** 2
+        self._total += float(torch.linalg.vector_norm(wide, dtype=torch.float64)) ** 2
+
+    def check(self) -> None:
+        """Raise ValueError when float16 could not hold the product (overflow, subnormals)."""
+        error = (self._missed / self._total) ** 0.5 if self._total else 0.0
+        if not error <= _HALF_ERROR:
+            raise ValueError(
+                f"float16 cannot hold {self._name} once its norm's gain is folded in (relative "
+                f"error {error:.1e}): fold to another dtype, --dtype bfloat16 or float32"
+            )
+
+
+def write_all(sink: io.RawIOBase, data: memoryview | bytes) -> None:
+    """Write all of ``data`` to an unbuffered file; raises OSError when the disk is full."""
+    view = memoryview(data)
+    while view.nbytes:
+        view = view[sink.write(view) :]

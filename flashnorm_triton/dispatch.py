@@ -1,0 +1,375 @@
+"""From a call to what runs it: the plan, its compiled kernels, and both kept for the next call.
+
+In eager decoding the key of a kept call and the launch are the whole host cost of an operation, so
+``norm_linear`` and ``rms_norm`` here are flat. Arguments are checked once, when a key is new.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashnorm_triton import launch, plans, reference, runtime, tables
+from flashnorm_triton.checks import check_epilogue, check_norm_linear, check_rms_norm
+from flashnorm_triton.limits import unfit, unserved
+from flashnorm_triton.plans import Plan, Problem
+
+_READY_MOST = 4096
+_ready: dict[tuple, Callable[..., Tensor]] = {}
+_families: dict[tuple, Any] = {}
+_failed: set[tuple] = set()
+
+
+class Epilogue(NamedTuple):
+    """What a call asks for beside a bias; a plain call has none of it and passes None instead."""
+
+    row_sums: Tensor | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+    gated: bool = False
+
+
+PLAIN = Epilogue()
+
+
+class Call(NamedTuple):
+    """The arguments of one norm_linear."""
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    bias: Tensor | None
+    gain: Tensor | None
+    more: Epilogue
+
+    def check(self, same_dtype: bool = True) -> None:
+        """Raise TypeError or ValueError unless the arguments go together."""
+        x, weight, eps, bias, gain, more = self
+        check_norm_linear(x, weight, eps, bias, gain, same_dtype)
+        check_epilogue(x, weight, *more, same_dtype=same_dtype)
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """What runs a call takes these tensors; a plain one has the first four."""
+        x, weight, _, bias, gain, more = self
+        return (x, weight, bias, gain, *(() if more is PLAIN else more[:2]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        n = self.weight.shape[0]
+        return (*self.x.shape[:-1], n // 2 if self.more.gated else n)
+
+    def problem(self, matrix: Tensor) -> Problem:
+        """What a plan has to serve, for x as rows of a ``matrix``."""
+        weight, more = self.weight, self.more
+        strides = (matrix.stride(0) | weight.stride(0)) * weight.element_size()
+        return Problem(
+            str(weight.dtype).removeprefix("torch."),
+            matrix.shape[0],
+            weight.shape[0],
+            weight.shape[1],
+            self.bias is not None,
+            self.gain is not None,
+            tma=(matrix.data_ptr() | weight.data_ptr() | strides) % 16 == 0,
+            centred=more.row_sums is not None,
+            activation=more.activation or "",
+            gated=more.gated,
+            has_residual=more.residual is not None,
+        )
+
+    def in_torch(self) -> Tensor:
+        """The result in plain torch, differentiable in any mode."""
+        x, weight, eps, bias, gain, (row_sums, residual, activation, gated) = self
+        return reference.norm_linear(
+            x, weight, eps, bias, gain, centred=row_sums is not None, residual=residual,
+            activation=activation, gated=gated,
+        )  # fmt: skip
+
+
+def norm_linear(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    more: Epilogue | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """``ops.norm_linear`` without gradients, of tensors that are just that."""
+    # All that decides what is run and with which compiled code.
+    key = (
+        x.shape,
+        weight.shape,
+        eps,
+        plan,
+        x.dtype,
+        weight.dtype,
+        x.get_device(),
+        weight.get_device(),
+        x.data_ptr() & 15,
+        weight.data_ptr() & 15,
+        None if x.is_contiguous() else x.stride(),
+        None if weight.is_contiguous() else weight.stride(),
+        None if bias is None else _traits(bias),
+        None if gain is None else _traits(gain),
+        None if more is None else _epilogue_traits(more),
+    )
+    run = _ready.get(key)
+    if run is None:
+        call = Call(x, weight, eps, bias, gain, more or PLAIN)
+        call.check()
+        return _first_call(key, call, plan)
+    if more is None:
+        return run(x, weight, bias, gain)
+    return run(x, weight, bias, gain, more.row_sums, more.residual)
+
+
+def _traits(vector: Tensor) -> tuple:
+    """What a compiled kernel takes for granted of a bias or a gain."""
+    stride = vector.stride()
+    return vector.shape, vector.dtype, vector.get_device(), vector.data_ptr() & 15, stride
+
+
+def _epilogue_traits(more: Epilogue) -> tuple:
+    row_sums, residual, activation, gated = more
+    return (
+        None if row_sums is None else _traits(row_sums),
+        None if residual is None else _traits(residual),
+        activation,
+        gated,
+    )
+
+
+def _first_call(key: tuple, call: Call, plan: Plan | None) -> Tensor:
+    """Prepare a call, make it, and keep what ran it.
+
+    Unless a plan was asked for by name, one that cannot be built or launched here (a table's plan
+    under another Triton, a compiler's fault) gives way to the heuristic's and then to the unfused
+    pair, with one warning; running out of memory is the caller's affair.
+    """
+    for candidate in (plan,) if plan is not None else _candidates(call):
+        try:
+            run = _prepare(call, candidate)
+            y = run(*call.operands)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if plan is not None or candidate == plans.TORCH:
+                raise
+            _failed.add(_failure(candidate, call))
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
+            n, k = call.weight.shape
+            warnings.warn(
+                f"flashnorm_triton: plan {candidate.strategy}/{candidate.form} failed for K = "
+                f"{k}, N = {n} ({type(error).__name__}: {reason}); falling back",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        else:
+            _keep(key, run)
+            return y
+    raise AssertionError("the torch plan neither ran nor raised")
+
+
+def _failure(plan: Plan, call: Call) -> tuple:
+    """What a failed plan is remembered by: another row count must not pay for it again."""
+    row_sums, residual, activation, gated = call.more
+    epilogue = (row_sums is not None, residual is not None, activation, gated)
+    return plan, call.x.dtype, call.weight.shape, call.x.get_device(), epilogue
+
+
+def forget_plans() -> None:
+    """Choose plans anew at the next calls: after tuning, or when tables were changed."""
+    _ready.clear()
+    _failed.clear()
+
+
+def _keep(key: tuple, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Keys hold exact shapes; prompts of ever new lengths must not fill the memory.
+    if len(_ready) >= _READY_MOST:
+        _ready.clear()
+    _ready[key] = run
+    return run
+
+
+def _prepare(call: Call, plan: Plan) -> Callable[..., Tensor]:
+    """What runs calls like this one with a plan: callable(x, weight, bias, gain[, row_sums,
+    residual])."""
+    x, weight, eps, bias, gain, (row_sums, residual, activation, gated) = call
+    # Triton would compile an int eps as a type, or a constant, of its own.
+    eps = float(eps)
+    if x.numel() == 0 or weight.shape[0] == 0:
+        shape = call.shape
+        return lambda x, *_: x.new_empty(shape)
+    if plan == plans.TORCH:
+
+        def in_torch(x: Tensor, weight: Tensor, bias: Any, gain: Any, *more: Any) -> Tensor:
+            extra = Epilogue(*more[:2], activation, gated) if more else PLAIN
+            return Call(x, weight, eps, bias, gain, extra).in_torch()
+
+        return in_torch
+    matrix = _matrix(x)
+    geometry = launch.Geometry(matrix.shape[0], matrix.stride(0), x.shape[:-1], x.get_device())
+    family = _family(plan, call, matrix)
+    run = family.bind(geometry, eps)
+    dense = all(map(_is_dense, (x, bias, gain, row_sums, residual)))
+    return _on_device(run if dense else _dense(run), x)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x as (M, K) with a contiguous last dimension; a copy only if its strides cannot say so."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _is_dense(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.is_contiguous()
+
+
+def _candidates(call: Call) -> Iterator[Plan]:
+    """The plans to try for a call, the best first; plain torch is the last resort."""
+    x = call.x
+    if x.is_cuda and x.numel() and call.weight.shape[0]:
+        reason = runtime.triton_unavailable()
+        if reason is None:
+            problem = call.problem(_matrix(x))
+            index = x.get_device()
+            facts = runtime.device_facts(index)
+            chosen = tables.lookup(problem, facts, torch.cuda.get_device_name(index))
+            for plan in dict.fromkeys((chosen, plans.choose(problem, facts), plans.UNFUSED)):
+                if _failure(plan, call) not in _failed:
+                    yield plan
+        else:
+            warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
+    yield plans.TORCH
+
+
+def _family(plan: Plan, call: Call, matrix: Tensor) -> Any:
+    """The compiled kernels of a plan, shared by all row counts that the same code serves."""
+    problem, weight, gain = call.problem(matrix), call.weight, call.gain
+    stride = matrix.stride(0)
+    operands = (matrix, weight, *map(_contiguous, call.operands[2:]))
+    key = (
+        plan,
+        replace(problem, m=0),
+        weight.stride(0),
+        matrix.get_device(),
+        # What Triton specialises on: pointer alignment, and the stride's width and divisibility.
+        *(t is not None and t.data_ptr() % 16 for t in operands),
+        None if gain is None else gain.dtype,
+        None if call.more.row_sums is None else call.more.row_sums.dtype,
+        (stride % 16 == 0, stride == 1, stride >= 1 << 31),
+    )
+    family = _families.get(key)
+    if family is None:
+        if obstacle := unserved(plan, problem):
+            raise ValueError(f"plan {plan.strategy}/{plan.form} cannot run this call: {obstacle}")
+        made = launch.FAMILIES[plan.form](plan, problem, weight.stride(0))
+        family = _families[key] = made
+    return family
+
+
+def _dense(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``run`` with x as a matrix and the other operands made contiguous."""
+
+    def copied(x: Tensor, weight: Tensor, *others: Tensor | None) -> Tensor:
+        return run(_matrix(x), weight, *map(_contiguous, others))
+
+    return copied
+
+
+def _on_device(run: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
+    """``run`` on x's device, whatever the current one."""
+    if not x.is_cuda:
+        return run
+    index, current = x.get_device(), torch._C._cuda_getDevice
+
+    def on_device(*operands: Tensor | None) -> Tensor:
+        if current() == index:
+            return run(*operands)
+        with torch.cuda.device(index):
+            return run(*operands)
+
+    return on_device
+
+
+def rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
+    """``ops.rms_norm`` without gradients, of tensors that are just that."""
+    key = (
+        x.shape,
+        eps,
+        x.dtype,
+        x.get_device(),
+        x.data_ptr() & 15,
+        None if x.is_contiguous() else x.stride(),
+        None if gain is None else _traits(gain),
+    )
+    run = _ready.get(key)
+    if run is None:
+        check_rms_norm(x, eps, gain)
+        run = _keep(key, _prepare_rms_norm(x, eps, gain))
+    return run(x, gain)
+
+
+def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..., Tensor]:
+    eps = float(eps)  # as in _prepare
+    on_gpu = x.is_cuda and x.dtype != torch.float64 and runtime.triton_available()
+    if not on_gpu or x.numel() == 0:
+        return lambda x, gain: reference.rms_norm(x, eps, gain).contiguous()
+    matrix = _matrix(x)
+    stride, dense_gain = matrix.stride(0), _contiguous(gain)
+    key = (
+        "rms_norm",
+        x.shape[-1],
+        x.dtype,
+        x.get_device(),
+        *(t is not None and t.data_ptr() % 16 for t in (matrix, dense_gain)),
+        None if gain is None else gain.dtype,
+        (stride % 16 == 0, stride == 1, stride >= 1 << 31),
+    )
+    family = _families.get(key)
+    if family is None:
+        family = _families[key] = launch.RmsNorm(x.shape[-1], gain is not None)
+    geometry = launch.Geometry(matrix.shape[0], stride, x.shape[:-1], x.get_device())
+    norm = family.bind(geometry, eps)
+    if x.is_contiguous() and _is_dense(gain):
+        return _on_device(norm, x)
+    return _on_device(lambda x, gain: norm(_matrix(x), _contiguous(gain)), x)
+
+
+def check_forced(plan: Plan, call: Call) -> None:
+    """Raise TypeError or ValueError for a plan, asked for by name, that cannot run a call.
+
+    To be called after the call's own checks, or with what may fail them.
+    """
+    x, weight = call.x, call.weight
+    if plan == plans.TORCH:
+        return
+    if not (x.is_cuda or runtime.interpreting()):
+        raise ValueError(
+            f"plan {plan.form!r} needs a GPU, but x is on {x.device}; on a CPU use "
+            "TRITON_INTERPRET=1 (set before the first import) or no plan"
+        )
+    if x.is_cuda and x.dim() and weight.dim() == 2 and x.numel() and weight.dtype == x.dtype:
+        facts = runtime.device_facts(x.get_device())
+        obstacle = unfit(plan, call.problem(_matrix(x)), facts)
+        if obstacle is not None:
+            raise ValueError(f"plan {plan.strategy}/{plan.form} cannot run this call: {obstacle}")
+    if x.dtype == torch.float64:
+        raise TypeError(f"plan {plan.form!r} computes in fp32, but x is float64: use no plan")
+    tracked = (t is not None and t.requires_grad for t in call.operands)
+    if torch.is_grad_enabled() and any(tracked):
+        raise ValueError(
+            f"plan {plan.form!r} was asked for by name and keeps no gradient: call it under "
+            "torch.no_grad(), or without a plan"
+        )

@@ -1,0 +1,60 @@
+"""From a plan to a running kernel: arguments, grids and launches; one class a kernel family.
+
+A family is one problem made ready. ``bind`` fixes what a call's shapes decide (rows, strides, grid,
+output shape, eps) and returns ``run(x, weight, bias, gain) -> y``, which allocates y and launches:
+everything that can be computed before the call has been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flashnorm_triton.compile_unit import CompileUnit
+from flashnorm_triton.compiled import TRITON_DTYPE, Kernel
+from flashnorm_triton.launch.common import Geometry, Run
+from flashnorm_triton.launch.hopper import HopperRows, HopperSwap
+from flashnorm_triton.launch.norms import RmsNorm, RowStats
+from flashnorm_triton.launch.portable import Gemv, ScaledGemm, Tiles, Unfused
+from flashnorm_triton.plans import Plan, Problem, other_plans, shipped_plans
+
+__all__ = [
+    "FAMILIES", "Geometry", "Kernel", "RmsNorm", "RowStats", "Run", "compile_units", "unit_name",
+]  # fmt: skip
+
+FAMILIES: dict[str, Any] = {
+    "gemv": Gemv,
+    "tiles": Tiles,
+    "scaled_gemm": ScaledGemm,
+    "hopper_swap": HopperSwap,
+    "hopper_rows": HopperRows,
+    "library": Unfused,
+}
+
+
+def unit_name(plan: Plan, problem: Problem) -> str:
+    """A readable name for one compiled configuration."""
+    flags = ("-bias" if problem.has_bias else "") + ("-gain" if problem.has_gain else "")
+    blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
+    own = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
+    tuned = f"w{plan.num_warps}s{plan.num_stages}"
+    if plan.form == "hopper_swap":
+        tuned += f"r{plan.max_registers}f{plan.in_flight}k{plan.split_k}"
+    return f"{plan.form}{own}-{blocks}-{tuned}-{problem.dtype}-{problem.k}to{problem.n}{flags}"
+
+
+def compile_units() -> Iterator[CompileUnit]:
+    """Every kernel that can be launched, in every configuration of the shipped plans."""
+    for k, has_gain in ((576, False), (4096, True), (16384, False)):
+        for dtype in TRITON_DTYPE:
+            yield RmsNorm(k, has_gain).kernel.unit(f"rms_norm-{dtype}-{k}", dtype)
+    stats = Problem("bfloat16", 4096, 4096, 4096)
+    yield RowStats(stats).kernel.unit("row_rstd-bfloat16-4096", "bfloat16")
+    others = [
+        (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
+    ]
+    for problem, plan in [*shipped_plans(), *others]:
+        family = FAMILIES[plan.form](plan, problem, problem.k)
+        if not isinstance(family, Unfused):
+            name = unit_name(plan, problem)
+            yield family.kernel.unit(name, problem.dtype, family.targets)

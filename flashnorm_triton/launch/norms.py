@@ -1,0 +1,63 @@
+"""The row kernels ready to launch: the scale of every row, and the stand-alone norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashnorm_triton.compiled import Kernel
+from flashnorm_triton.launch.common import Geometry
+from flashnorm_triton.plans import Problem
+
+
+class RowStats:
+    """The scale of every row: s (M,) fp32."""
+
+    def __init__(self, problem: Problem) -> None:
+        from flashnorm_triton.kernels.rows import row_rstd_kernel
+
+        constants = {"K": problem.k, "BLOCK_K": _row_block(problem.k)}
+        self.kernel = Kernel(row_rstd_kernel, constants, num_warps=4)
+
+    def bind(self, geometry: Geometry, eps: float) -> Callable[[Tensor], Tensor]:
+        m, stride, _, device = geometry
+        kernel, grid = self.kernel, (m, 1, 1)
+
+        def run(x: Tensor) -> Tensor:
+            s = torch.empty(m, dtype=torch.float32, device=x.device)
+            kernel(grid, device, x, s, stride, eps)
+            return s
+
+        return run
+
+
+class RmsNorm:
+    """The stand-alone norm: y of x's shape and dtype, contiguous."""
+
+    def __init__(self, k: int, has_gain: bool) -> None:
+        from flashnorm_triton.kernels.rows import rms_norm_kernel
+
+        block_k = _row_block(k)
+        self.k = k
+        self.kernel = Kernel(
+            rms_norm_kernel,
+            {"K": k, "BLOCK_K": block_k, "HAS_GAIN": has_gain},
+            num_warps=4 if block_k <= 2048 else 8,
+        )
+
+    def bind(self, geometry: Geometry, eps: float) -> Callable[[Tensor, Tensor | None], Tensor]:
+        m, stride, lead, device = geometry
+        kernel, grid, shape = self.kernel, (m, 1, 1), (*lead, self.k)
+
+        def run(x: Tensor, gain: Tensor | None) -> Tensor:
+            y = x.new_empty(shape)
+            kernel(grid, device, x, gain, y, stride, eps)
+            return y
+
+        return run
+
+
+def _row_block(k: int) -> int:
+    return min(1 << max(k - 1, 15).bit_length(), 8192)

@@ -1,0 +1,195 @@
+"""The families in plain Triton, and the unfused pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flashnorm_triton import reference, runtime
+from flashnorm_triton.compile_unit import TARGETS
+from flashnorm_triton.compiled import Kernel
+from flashnorm_triton.launch.common import Geometry, Run, TmaFamily, cdiv, check_half
+from flashnorm_triton.launch.norms import RmsNorm, RowStats
+from flashnorm_triton.plans import Plan, Problem
+
+
+class Gemv:
+    """single_pass, form "gemv"."""
+
+    targets = TARGETS
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        from flashnorm_triton.kernels.gemv import norm_gemv_kernel
+
+        self.plan, self.n = plan, problem.n
+        self.kernel = Kernel(
+            norm_gemv_kernel,
+            {
+                "N": problem.n,
+                "K": problem.k,
+                "STRIDE_WN": stride_wn,
+                "ROWS": plan.block_m,
+                "BLOCK_N": plan.block_n,
+                "BLOCK_K": plan.block_k,
+                "HAS_BIAS": problem.has_bias,
+                "HAS_GAIN": problem.has_gain,
+                "STAGES": plan.num_stages,
+            },
+            num_warps=plan.num_warps,
+        )
+
+    def bind(self, geometry: Geometry, eps: float) -> Run:
+        m, stride, lead, device = geometry
+        kernel, shape = self.kernel, (*lead, self.n)
+        grid = (cdiv(self.n, self.plan.block_n), cdiv(m, self.plan.block_m), 1)
+
+        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+            y = x.new_empty(shape)
+            kernel(grid, device, x, w, bias, gain, y, m, stride, eps)
+            return y
+
+        return run
+
+
+class Unfused:
+    """The norm kernel, then the library's matmul: the plan that nothing may be slower than.
+
+    A LayerNorm is torch's, one launch too. What follows a bias is torch's as well.
+    """
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        self.norm = RmsNorm(problem.k, problem.has_gain)
+        self.problem = problem
+
+    def bind(self, geometry: Geometry, eps: float) -> Run:
+        norm, linear = self._norm(geometry, eps), torch.nn.functional.linear
+        if not self.problem.epilogue:
+
+            def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+                return linear(norm(x, gain), w, bias)
+
+            return run
+        activation, gated = self.problem.activation or None, self.problem.gated
+
+        def run_all(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None,
+            residual: Tensor | None,
+        ) -> Tensor:
+            y = reference.finish(linear(norm(x, gain), w, bias), residual, activation, gated)
+            return y.to(x.dtype)
+
+        return run_all
+
+    def _norm(self, geometry: Geometry, eps: float) -> Callable[[Tensor, Tensor | None], Tensor]:
+        if not self.problem.centred:
+            return self.norm.bind(geometry, eps)
+        size, shape = (self.problem.k,), (*geometry.lead, self.problem.k)
+        layer_norm = torch.nn.functional.layer_norm
+
+        def centred(x: Tensor, gain: Tensor | None) -> Tensor:
+            x = x.view(shape)
+            if gain is not None and gain.dtype != x.dtype:
+                return reference.normalise(x, eps, gain, centred=True).to(x.dtype)
+            return layer_norm(x, size, gain, None, eps)
+
+        return centred
+
+
+class Tiles:
+    """Form "tiles": single_pass, or stats_then_gemm when the plan's squares are "given"."""
+
+    targets = TARGETS
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        from flashnorm_triton.kernels.tiles import norm_tiles_kernel
+
+        check_half(plan, problem)
+        if problem.has_gain and problem.dtype == "float16":
+            raise ValueError(
+                f"plan {plan.form!r} would hold x * gain in fp16 before the division, where it can "
+                "overflow: fold the gain into the weight, or use another plan"
+            )
+        self.plan, self.n = plan, problem.n
+        self.stats = RowStats(problem) if plan.squares == "given" else None
+        self.kernel = Kernel(
+            norm_tiles_kernel,
+            {
+                "N": problem.n,
+                "K": problem.k,
+                "STRIDE_WN": stride_wn,
+                "BLOCK_M": plan.block_m,
+                "BLOCK_N": plan.block_n,
+                "BLOCK_K": plan.block_k,
+                "GROUP_M": plan.group_m,
+                "SQUARES": plan.squares,
+                "HAS_BIAS": problem.has_bias,
+                "HAS_GAIN": problem.has_gain,
+                "STAGES": plan.num_stages,
+                "UPCAST": runtime.interpreting() and problem.dtype == "bfloat16",
+            },
+            num_warps=plan.num_warps,
+        )
+
+    def bind(self, geometry: Geometry, eps: float) -> Run:
+        m, stride, lead, device = geometry
+        kernel, shape = self.kernel, (*lead, self.n)
+        stats = self.stats.bind(geometry, eps) if self.stats else None
+        grid = (cdiv(m, self.plan.block_m) * cdiv(self.n, self.plan.block_n), 1, 1)
+
+        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+            s = stats(x) if stats else None
+            y = x.new_empty(shape)
+            kernel(grid, device, x, x, w, bias, gain, s, y, m, stride, eps)
+            return y
+
+        return run
+
+
+class ScaledGemm(TmaFamily):
+    """stats_then_gemm, form "scaled_gemm": needs TMA (Hopper and later)."""
+
+    targets = ("sm90", "sm100")
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        from flashnorm_triton.kernels.scaled_gemm import scaled_gemm_kernel
+
+        super().__init__(plan, problem, stride_wn, gluon=False)
+        self.stats = RowStats(problem)
+        self.kernel = Kernel(
+            scaled_gemm_kernel,
+            {
+                "N": problem.n,
+                "K": problem.k,
+                "BLOCK_M": plan.block_m,
+                "BLOCK_N": plan.block_n,
+                "BLOCK_K": plan.block_k,
+                "GROUP_M": plan.group_m,
+                "HAS_BIAS": problem.has_bias,
+                "STAGES": plan.num_stages,
+            },
+            self.types(x_desc=(plan.block_m, plan.block_k), w_desc=(plan.block_n, plan.block_k)),
+            num_warps=plan.num_warps,
+        )
+
+    def bind(self, geometry: Geometry, eps: float) -> Run:
+        m, _, lead, device = geometry
+        kernel, shape = self.kernel, (*lead, self.n)
+        stats = self.stats.bind(geometry, eps)
+        x_tile, w_tile = self.x_and_w(geometry)
+        tiles = cdiv(m, self.plan.block_m) * cdiv(self.n, self.plan.block_n)
+        programs = 1 if runtime.interpreting() else runtime.device_facts(device).sm_count
+        grid = (min(tiles, programs), 1, 1)
+
+        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+            s = stats(x)
+            y = x.new_empty(shape)
+            kernel(grid, device, x_tile(x), w_tile(w), bias, s, y, m)
+            return y
+
+        return run
