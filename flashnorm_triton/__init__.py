@@ -17,6 +17,7 @@ _HOME_OF = {
     "patch": "flashnorm_triton.models",
     "patched": "flashnorm_triton.models",
     "audit": "flashnorm_triton.models",
+    "fold_checkpoint": "flashnorm_triton.checkpoints",
     "patch_class": "flashnorm_triton.models.class_level",
     "unpatch_class": "flashnorm_triton.models.class_level",
     "tune": "flashnorm_triton.tuning.run",
