@@ -64,6 +64,8 @@ class Installer:
 _INSTALLERS: dict[tuple[str, str], str] = {
     ("fuse", "packed"): "flashnorm_triton.models.packed:PackedSite",
     ("norm_only", ""): "flashnorm_triton.models.norm_only:NormOnlySite",
+    ("cancel", ""): "flashnorm_triton.models.cancel_sites:CancelInstaller",
+    ("partial", ""): "flashnorm_triton.models.cancel_sites:CancelInstaller",
 }
 
 

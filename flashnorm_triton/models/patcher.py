@@ -174,7 +174,7 @@ _FAILED = "could not be patched: "
 
 
 def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) -> AuditReport:
-    report = audit(model, example_inputs=example_inputs)
+    report = audit(model, example_inputs=example_inputs, cancel=options.cancel)
     # What no installer carries out stays as it is.
     sites = (site if _has_installer(site) else _left(site) for site in report.sites)
     return replace(report, sites=tuple(sites))
