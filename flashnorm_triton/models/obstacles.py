@@ -45,11 +45,11 @@ class Surroundings:
         flow = self.trace.flows[name]
         for consumer, kind in flow.consumers.items():
             module = self.modules[consumer]
+            if kind == FOREIGN:
+                return _foreign(consumer, module)
             obstacle = _hook_obstacle(consumer, module)
             if obstacle is not None:
                 return obstacle
-            if kind == FOREIGN:
-                return _foreign(consumer, module)
             if self.trace.inputs[consumer] != {name}:
                 return f"{consumer} also reads something other than this norm's output"
             allowed = {"weight", "bias"} if kind in (LINEAR, CONV1D) else None

@@ -182,7 +182,7 @@ def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) 
 
 def _has_installer(site: SiteReport) -> bool:
     packed = site.kind == "rms" and set(site.consumer_kinds) <= {"linear"}
-    return site.decision == "keep" or (site.form == "packed" and packed)
+    return site.decision in ("keep", "norm_only") or (site.form == "packed" and packed)
 
 
 def _left(site: SiteReport) -> SiteReport:
