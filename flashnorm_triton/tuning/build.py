@@ -134,8 +134,17 @@ def compile_plan(job: Job) -> list[Any]:
         if job.plan.form == "library":
             family.norm.bind(geometry, 1e-6)(x, gain)
         else:
-            family.bind(geometry, 1e-6)(x, w, bias, gain)
+            family.bind(geometry, 1e-6)(x, w, bias, gain, *_more(problem, x))
     return collected
+
+
+def _more(problem: Problem, x: Any) -> tuple[Any, ...]:
+    """The row sums and the residual that a launch with an epilogue takes after the others."""
+    if not problem.epilogue:
+        return ()
+    sums = x.new_empty(problem.n).float() if problem.centred else None
+    residual = x.new_empty(problem.m, problem.width) if problem.has_residual else None
+    return sums, residual
 
 
 def build(job: Job) -> Built:
