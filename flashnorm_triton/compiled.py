@@ -18,7 +18,10 @@ from flashnorm_triton.runtime import interpreting
 
 TRITON_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _thread = threading.local()
-_POINTER = {"s_ptr": "*fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
+_POINTER = {
+    "s_ptr": "*fp32", "mean_ptr": "*fp32", "row_sums_ptr": "*fp32", "partial_ptr": "*fp32",
+    "counter_ptr": "*i32",
+}  # fmt: skip
 
 
 class Tile:
@@ -120,18 +123,25 @@ class Kernel:
         self._function = compiled.function
         self._run = run
 
+    def _missing(self, argument: str) -> bool:
+        return argument.endswith("_desc") and argument not in self.descriptors
+
     def unit(self, name: str, dtype: str, targets: tuple[str, ...] = TARGETS) -> CompileUnit:
         """The same kernel described for a compile without a GPU; all pointers count as aligned.
 
-        A pointer that these constants switch off is passed as None at run time, which Triton
-        compiles as a constexpr.
+        A pointer that these constants switch off, or a descriptor without a type, is passed as None
+        at run time, which Triton compiles as a constexpr.
         """
         element = TRITON_DTYPE[dtype]
         split = self.constants.get("SPLIT", 1) > 1
+        given = self.constants.get("SQUARES", "given") == "given"
         absent = {
             "bias_ptr": not self.constants.get("HAS_BIAS"),
             "gain_ptr": not self.constants.get("HAS_GAIN"),
-            "s_ptr": self.constants.get("SQUARES", "given") != "given",
+            "row_sums_ptr": not self.constants.get("CENTRED"),
+            "residual_ptr": not self.constants.get("HAS_RESIDUAL"),
+            "s_ptr": not given,
+            "mean_ptr": not (given and self.constants.get("CENTRED")),
             "partial_ptr": not split,
             "counter_ptr": not split,
         }
@@ -139,7 +149,7 @@ class Kernel:
         for argument in self.fn.arg_names:
             if argument in constants:
                 kind = "constexpr"
-            elif absent.get(argument):
+            elif absent.get(argument) or self._missing(argument):
                 kind, constants[argument] = "constexpr", None
             elif argument.endswith("_desc"):
                 kind = self.descriptors[argument].format(element)

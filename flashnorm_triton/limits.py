@@ -29,11 +29,11 @@ _STRATEGY_OF = {
 }
 _MOST = {
     "num_warps": 16, "num_stages": 16, "group_m": 1024, "max_registers": 255, "in_flight": 1,
-    "split_k": 64,
+    "split_k": 64, "persistent": 1, "groups": 2,
 }  # fmt: skip
 _MOST_GRID_Y = 65_535
 MOST_SPLIT_TILES = 1 << 12
-_MAY_BE_ZERO = ("max_registers", "in_flight")
+_MAY_BE_ZERO = ("max_registers", "in_flight", "persistent")
 
 
 def plan_from(stored: Mapping[str, Any]) -> Plan:
@@ -60,6 +60,10 @@ def plan_from(stored: Mapping[str, Any]) -> Plan:
     two_ways = plan.form in ("tiles", "hopper_rows")
     if two_ways and given is not (plan.strategy == "stats_then_gemm"):
         raise ValueError(f"squares {plan.squares!r} cannot serve strategy {plan.strategy!r}")
+    if plan.squares == "registers" and plan.form != "hopper_rows":
+        raise ValueError(f"squares 'registers' is a way of hopper_rows, not of {plan.form!r}")
+    if plan.block_n == 192 and plan.form != "hopper_rows":
+        raise ValueError("plan has block_n = 192: it must be a power of two")
     if plan.form not in ("library", "reference"):
         for name in ("block_m", "block_n", "block_k"):
             if not getattr(plan, name):
@@ -71,7 +75,8 @@ def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"plan has {name} = {value!r}: it must be a whole number")
     if name.startswith("block_") or name == "num_warps":
-        if value < 1 or value & (value - 1):
+        # 192 features are two accumulators of the row tiles, 128 and 64 wide.
+        if (value < 1 or value & (value - 1)) and (name, value) != ("block_n", 192):
             raise ValueError(f"plan has {name} = {value}: it must be a power of two")
     elif value < (0 if name in _MAY_BE_ZERO else 1):
         raise ValueError(f"plan has {name} = {value}: it is too small")
@@ -84,31 +89,48 @@ def shared_limit(device: Device) -> int:
     return _SHARED_LIMIT.get(device.capability, _LEAST_SHARED.get(device.backend, 0))
 
 
-def shared_bytes(plan: Plan, dtype: str) -> int:
-    """Shared memory of a block of threads, in bytes: an estimate from below."""
+def shared_bytes(plan: Plan, dtype: str, gated: bool = False) -> int:
+    """Shared memory of a block of threads, in bytes: an estimate from below.
+
+    ``gated``: a tile of a Gluon form holds rows of the gate and as many of the up projection.
+    """
     size = ELEMENT_BYTES[dtype]
-    x_tile, w_tile = plan.block_m * plan.block_k, plan.block_n * plan.block_k
+    pair = 2 if gated and plan.form in GLUON_FORMS else 1
+    x_tile, w_tile = plan.block_m * plan.block_k, plan.block_n * plan.block_k * pair
     if plan.form == "gemv":
         return w_tile * size * (plan.num_stages - 1)
     if plan.form == "tiles":
         copies = 2 if plan.squares == "own" else 1
         return (copies * x_tile + w_tile) * size * (plan.num_stages - 1)
-    staging = 128 * plan.block_n * size if plan.form == "hopper_rows" else 0
+    staged = 0
+    if plan.form == "hopper_rows":
+        # Two accumulators of one width leave through one buffer.
+        staged = 128 if _shares_staging(plan) else plan.block_n
+    staging = plan.block_m * staged * size
     if plan.form in TMA_FORMS:
         return (x_tile + w_tile) * size * plan.num_stages + staging
     return 0
 
 
-def accumulators(plan: Plan) -> int:
+def _shares_staging(plan: Plan) -> bool:
+    return plan.squares == "registers" and plan.block_n == 256
+
+
+def accumulators(plan: Plan, gated: bool = False) -> int:
     """Registers of a thread that hold sums of products and of squares: what must not spill."""
-    # hopper_rows counts the warps of one of its two consumer groups.
-    threads = 32 * plan.num_warps * (2 if plan.form == "hopper_rows" else 1)
-    squares = 0 if plan.squares == "given" else plan.block_m * plan.block_k
+    # The plan counts the warps of one consumer group.
+    groups = plan.block_m // 64 if plan.form == "hopper_rows" else plan.groups
+    threads = 32 * plan.num_warps * max(groups, 1)
+    products = plan.block_m * plan.block_n * (2 if gated and plan.form in GLUON_FORMS else 1)
+    squares = plan.block_m * plan.block_k
     if plan.form == "gemv":
         return (plan.block_m * plan.block_n * plan.block_k + squares) // threads
     if plan.form == "scaled_gemm" or (plan.form == "hopper_rows" and plan.squares == "given"):
-        return plan.block_m * plan.block_n // threads
-    return (plan.block_m * plan.block_n + squares) // threads
+        return products // threads
+    if plan.squares == "registers":
+        # Sixteen sums a row, and two sets of rows of x, two values a register.
+        squares = plan.block_m * (16 + plan.block_k)
+    return (products + squares) // threads
 
 
 def unserved(plan: Plan, problem: Problem) -> str | None:
@@ -122,6 +144,34 @@ def unserved(plan: Plan, problem: Problem) -> str | None:
     served = EPILOGUES.get(plan.form, ())
     missing = [name for name, wanted in asked.items() if wanted and name not in served]
     return f"form {plan.form!r} has no epilogue {', '.join(missing)}" if missing else None
+
+
+def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
+    """What the Gluon kernels' tiles, groups and epilogues do not combine."""
+    if plan.form == "hopper_rows":
+        if problem.width % 8:
+            return f"it writes rows of 16 bytes, and N is {problem.width}"
+        if plan.block_m not in (64, 128):
+            return f"its rows are one group of 64 or two, not {plan.block_m}"
+        if plan.squares == "shared":
+            return "its squares are own, registers or given"
+        if plan.max_registers and plan.block_m != 64:
+            return "two groups of warps need the whole register file"
+        if problem.gated and (plan.block_n > 128 or (plan.squares == "own" and plan.block_n > 64)):
+            return "gate and up of that width do not fit the registers"
+        if problem.epilogue and plan.squares == "own" and plan.block_n == 256:
+            return "tiles of that width with their own squares leave no registers for an epilogue"
+        if problem.centred and plan.squares == "given":
+            return "its statistics launch gives no mean"
+    if plan.form == "hopper_swap":
+        if plan.block_n % 64 or plan.num_warps != 4:
+            return "its consumer is one group of 4 warps and 64 weights, or more of them"
+        if plan.groups == 2 and (plan.block_n != 128 or problem.centred):
+            return "two groups share 128 weights, and exchange no sums for a mean"
+        whole = problem.centred or problem.gated or plan.persistent or plan.groups > 1
+        if plan.split_k > 1 and whole:
+            return "split-K goes with one group, one tile a program and one accumulator"
+    return None
 
 
 def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
@@ -145,12 +195,8 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
             return f"it does not take {problem.dtype}"
     if plan.form in GLUON_FORMS and not device.gluon:
         return "it needs Hopper and a Triton whose Gluon drives it"
-    if plan.form == "hopper_rows" and problem.n % 8:
-        return f"it writes rows of 16 bytes, and N is {problem.n}"
-    if plan.form == "hopper_rows" and plan.block_m != 128:
-        return f"its rows are two groups of 64, not {plan.block_m}"
-    if plan.form == "hopper_swap" and (plan.block_n % 64 or plan.num_warps != 4):
-        return "its consumer is one group of 4 warps and 64 weights, or more of them"
+    if obstacle := _unfit_hopper(plan, problem):
+        return obstacle
     if plan.form == "tiles":
         if problem.dtype not in ("bfloat16", "float16"):
             return f"it does not take {problem.dtype}"
@@ -158,11 +204,11 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
             return "x * gain could overflow float16 before the division"
         if plan.squares == "shared" and plan.block_m >= 64 and device.capability == 90:
             return "one load of x for the product and the squares races on Hopper from 64 rows on"
-    down, across = -(-problem.m // plan.block_m), -(-problem.n // plan.block_n)
+    down, across = -(-problem.m // plan.block_m), -(-problem.width // plan.block_n)
     if plan.form in ("gemv", "hopper_swap") and down > _MOST_GRID_Y:
         return f"{problem.m} rows are {down} blocks, {_MOST_GRID_Y} can be launched"
     if plan.split_k > 1 and down * across > MOST_SPLIT_TILES:
         return f"{down * across} tiles share K, {MOST_SPLIT_TILES} have counters"
-    if (needs := shared_bytes(plan, problem.dtype)) > shared_limit(device):
+    if (needs := shared_bytes(plan, problem.dtype, problem.gated)) > shared_limit(device):
         return f"it needs {needs} bytes of shared memory, {shared_limit(device)} are there"
     return None

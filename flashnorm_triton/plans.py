@@ -14,7 +14,9 @@ FORMS = (
     "gemv", "tiles", "hopper_swap", "hopper_rows", "scaled_gemm", "library", "reference",
 )  # fmt: skip
 _WHOLE = ("centred", "activation", "gated", "residual")
-EPILOGUES: dict[str, tuple[str, ...]] = {"library": _WHOLE, "reference": _WHOLE}
+EPILOGUES: dict[str, tuple[str, ...]] = {
+    "library": _WHOLE, "reference": _WHOLE, "hopper_swap": _WHOLE, "hopper_rows": _WHOLE,
+}  # fmt: skip
 """What each form can do to the scaled product beside a bias (``Problem.epilogue``)."""
 
 
@@ -27,10 +29,12 @@ class Plan:
     "hopper_rows" or "scaled_gemm" (stats_then_gemm), "library" (unfused: the norm kernel, then the
     library's matmul), "reference" (plain torch). Blocks count elements: ``block_m`` rows of x,
     ``block_n`` output features, ``block_k`` hidden features a step. ``squares`` says how the tiles
-    get the sum of squares: "own", "shared" or "given" (kernels/tiles.py). ``max_registers`` caps
-    the registers of a thread (0: no cap); half of the register file lets two programs share a
-    multiprocessor. ``in_flight`` is how many matrix instructions hopper_swap leaves running when
-    it gives a slot back: 0 or 1; ``split_k`` how many programs share K.
+    get the sum of squares: "own", "shared" or "given" (kernels/tiles.py), "own", "registers" or
+    "given" (kernels/hopper_rows.py). ``max_registers`` caps the registers of a thread (0: no cap);
+    half of the register file lets two programs share a multiprocessor. Of hopper_swap alone:
+    ``in_flight`` is how many matrix instructions it leaves running when it gives a slot back (0 or
+    1), ``split_k`` how many programs share K, ``persistent`` (0 or 1) whether a program walks over
+    several tiles, ``groups`` (1 or 2) how many warp groups share a tile.
     """
 
     strategy: str
@@ -45,14 +49,22 @@ class Plan:
     max_registers: int = 0
     in_flight: int = 0
     split_k: int = 1
+    persistent: int = 0
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES or self.form not in FORMS:
             raise ValueError(
                 f"plan {self.strategy!r}/{self.form!r}: strategies are {STRATEGIES}, forms {FORMS}"
             )
-        if self.squares not in ("own", "shared", "given"):
-            raise ValueError(f"squares is {self.squares!r}; it must be own, shared or given")
+        if self.squares not in ("own", "shared", "given", "registers"):
+            raise ValueError(
+                f"squares is {self.squares!r}; it must be own, shared, given or registers"
+            )
+        if self.persistent not in (0, 1) or self.groups not in (1, 2):
+            raise ValueError(
+                f"persistent {self.persistent} must be 0 or 1, groups {self.groups} 1 or 2"
+            )
         if self.in_flight not in (0, 1) or self.split_k < 1 or self.num_stages < 1:
             raise ValueError(
                 f"in_flight {self.in_flight} must be 0 or 1, split_k {self.split_k} and num_stages "
@@ -75,7 +87,13 @@ class Plan:
         if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
             del fields["group_m"]
         if self.form != "hopper_swap":
-            del fields["max_registers"], fields["in_flight"], fields["split_k"]
+            del fields["in_flight"], fields["split_k"]
+        if self.form != "hopper_swap" and not (self.form == "hopper_rows" and self.max_registers):
+            del fields["max_registers"]
+        if self.form != "hopper_swap" or not self.persistent:
+            del fields["persistent"]
+        if self.form != "hopper_swap" or self.groups == 1:
+            del fields["groups"]
         return fields
 
 

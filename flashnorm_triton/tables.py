@@ -8,8 +8,7 @@ what was unreadable is set aside then, never deleted.
 
 An entry's key leaves out what does not move the best plan: a bias (one load a column, after the
 loop) and alignment (a plan that needs more than a problem has is passed over). A table made with
-other kernel sources serves on; ``flashnorm info`` calls it stale. A file has the lowest schema that
-holds it: 1 where every entry is plain, 2 with epilogues.
+other kernel sources serves on; ``flashnorm info`` calls it stale.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from flashnorm_triton import atomic, plans
 from flashnorm_triton.limits import plan_from, unfit
 from flashnorm_triton.plans import Device, Plan, Problem
 
-SCHEMA = 2
+SCHEMA = 1
 SHIPPED = Path(__file__).resolve().parent / "configs"
 LOCK_SECONDS = 30.0
 _OFF = ("off", "0", "no", "false")
@@ -65,8 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Key:
-    """What the best plan depends on; ``m`` is the bucket of the row count (``plans.bucket``),
-    ``epilogue`` what follows the linear (``Problem.epilogue``; "" for nothing)."""
+    """What the best plan depends on; ``m`` is the bucket of the row count (``plans.bucket``)."""
 
     op: str
     dtype: str
@@ -74,7 +72,6 @@ class Key:
     k: int
     m: int
     has_gain: bool = False
-    epilogue: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,8 +122,8 @@ class Choice:
 
 def key_of(problem: Problem) -> Key:
     """The table key of a norm_linear problem."""
-    m, epilogue = plans.bucket(problem.m), problem.epilogue
-    return Key("norm_linear", problem.dtype, problem.n, problem.k, m, problem.has_gain, epilogue)
+    m = plans.bucket(problem.m)
+    return Key("norm_linear", problem.dtype, problem.n, problem.k, m, problem.has_gain)
 
 
 # Files ---------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ def dump(table: Table) -> str:
     measured = {entry.run for entry in table.entries.values()}
     runs = sorted(measured, key=lambda run: tuple(vars(run).values()))
     head = {
-        "schema": 2 if any(key.epilogue for key in table.entries) else 1,
+        "schema": SCHEMA,
         "gpu": table.gpu.name,
         "sm_count": table.gpu.sm_count,
         "capability": table.gpu.capability,
@@ -169,8 +166,6 @@ def dump(table: Table) -> str:
     for key in sorted(table.entries, key=lambda key: tuple(vars(key).values())):
         entry = table.entries[key]
         row = {**vars(key), **vars(entry)}
-        if not key.epilogue:
-            del row["epilogue"]
         row |= {"plan": entry.plan.as_dict(), "run": runs.index(entry.run)}
         rows.append("  " + json.dumps(row, allow_nan=False))
     return "\n".join([*lines, ",\n".join(rows), " ]", "}"]) + "\n"
@@ -186,8 +181,8 @@ def parse(text: str) -> Table:
         schema = data["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"schema {schema} is newer than {SCHEMA}: update flashnorm_triton")
-        if schema not in (1, 2) or isinstance(schema, bool):
-            raise Unreadable(f"schema {schema!r} is none of 1 to {SCHEMA}")
+        if schema != SCHEMA:
+            raise Unreadable(f"schema {schema!r} is not {SCHEMA}")
         table = Table(Gpu(*_typed(data, {"gpu": str, "sm_count": int, "capability": int})))
         runs = [Run(**_texts(run)) for run in data["runs"]]
         table.refused = _texts(data["refused"])
@@ -202,13 +197,12 @@ def parse(text: str) -> Table:
     return table
 
 
-_KEY_TYPES = {"op": str, "dtype": str, "n": int, "k": int, "m": int, "has_gain": bool,
-              "epilogue": str}  # fmt: skip
+_KEY_TYPES = {"op": str, "dtype": str, "n": int, "k": int, "m": int, "has_gain": bool}
 _FIGURES = ("us", "baseline_us", "heuristic_us", "rel_err", "rel_err_stock")
 
 
 def _entry(row: Mapping[str, Any], runs: list[Run]) -> tuple[Key, Entry | None]:
-    key = Key(*_typed({"epilogue": "", **row}, _KEY_TYPES))
+    key = Key(*_typed(row, _KEY_TYPES))
     figures = [float(figure) for figure in _typed(row, dict.fromkeys(_FIGURES, (int, float)))]
     if not 0 <= row["run"] < len(runs):
         raise ValueError(f"no run {row['run']!r}")

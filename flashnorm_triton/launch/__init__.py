@@ -36,10 +36,14 @@ def unit_name(plan: Plan, problem: Problem) -> str:
     """A readable name for one compiled configuration."""
     flags = ("-bias" if problem.has_bias else "") + ("-gain" if problem.has_gain else "")
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
+    flags += f"-{problem.epilogue}" if problem.epilogue else ""
     own = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
     tuned = f"w{plan.num_warps}s{plan.num_stages}"
     if plan.form == "hopper_swap":
         tuned += f"r{plan.max_registers}f{plan.in_flight}k{plan.split_k}"
+        tuned += "p" * plan.persistent + f"g{plan.groups}" * (plan.groups > 1)
+    elif plan.form == "hopper_rows" and plan.max_registers:
+        tuned += f"r{plan.max_registers}"
     return f"{plan.form}{own}-{blocks}-{tuned}-{problem.dtype}-{problem.k}to{problem.n}{flags}"
 
 

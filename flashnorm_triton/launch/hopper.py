@@ -2,110 +2,183 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from flashnorm_triton import runtime, workspace
+from flashnorm_triton import limits, runtime, workspace
 from flashnorm_triton.compiled import Kernel
 from flashnorm_triton.launch.common import Geometry, Run, TmaFamily, cdiv
 from flashnorm_triton.launch.norms import RowStats
 from flashnorm_triton.plans import Plan, Problem
 
 
-class HopperSwap(TmaFamily):
-    """single_pass, form "hopper_swap": needs compute capability 9.0, TMA and Gluon."""
+class _Hopper(TmaFamily):
+    """What both share: the epilogue's constants, and how many programs run at once."""
 
     targets = ("sm90",)
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
+        super().__init__(plan, problem, stride_wn, gluon=True)
+        if obstacle := limits.unserved(plan, problem):
+            raise ValueError(f"{obstacle}: use another plan")
+        self.width = problem.width
+
+    def epilogue(self) -> dict[str, Any]:
+        problem = self.problem
+        return {
+            "HAS_BIAS": problem.has_bias,
+            "CENTRED": problem.centred,
+            "ACTIVATION": problem.activation,
+            "HAS_RESIDUAL": problem.has_residual,
+        }
+
+    def options(self) -> dict[str, int]:
+        cap = {"maxnreg": self.plan.max_registers} if self.plan.max_registers else {}
+        return {"num_warps": self.plan.num_warps, **cap}
+
+    def programs(self, tiles: int, device: int) -> tuple[int, int, int]:
+        """The grid of a persistent launch: half of the registers lets two programs share one."""
+        at_once = 2 if self.plan.max_registers else 1
+        return (min(tiles, at_once * runtime.device_facts(device).sm_count), 1, 1)
+
+
+class HopperSwap(_Hopper):
+    """single_pass, form "hopper_swap": needs compute capability 9.0, TMA and Gluon."""
+
+    def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
         from flashnorm_triton.kernels.hopper_swap import norm_swap_kernel
 
-        super().__init__(plan, problem, stride_wn, gluon=True)
-        cap = {"maxnreg": plan.max_registers} if plan.max_registers else {}
+        super().__init__(plan, problem, stride_wn)
         self.kernel = Kernel(
             norm_swap_kernel,
             {
-                "N": problem.n,
+                "N": problem.width,
                 "K": problem.k,
                 "STAGES": plan.num_stages,
-                "HAS_BIAS": problem.has_bias,
+                **self.epilogue(),
+                "GATED": problem.gated,
                 "IN_FLIGHT": plan.in_flight,
                 "SPLIT": plan.split_k,
+                "PERSISTENT": bool(plan.persistent),
+                "GROUPS": plan.groups,
             },
             self.types(x_desc=(plan.block_m, plan.block_k), w_desc=(plan.block_n, plan.block_k)),
-            num_warps=plan.num_warps,
-            **cap,
+            **self.options(),
         )
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        plan, kernel, shape = self.plan, self.kernel, (*lead, self.n)
+        plan, kernel, shape = self.plan, self.kernel, (*lead, self.width)
         x_tile, w_tile = self.x_and_w(geometry)
-        grid = (cdiv(self.n, plan.block_n), cdiv(m, plan.block_m), plan.split_k)
+        grid = (cdiv(self.width, plan.block_n), cdiv(m, plan.block_m), plan.split_k)
         tiles = grid[0] * grid[1]
+        if plan.persistent:
+            grid = self.programs(tiles, device)
         split = plan.split_k > 1
         part_values = tiles * plan.split_k * (plan.block_n + 1) * plan.block_m
 
-        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
             y = x.new_empty(shape)
             parts = counters = None
             if split:
                 parts = workspace.parts(x, part_values)
                 counters = workspace.counters(device, kernel.stream(device), tiles)
-            kernel(grid, device, x_tile(x), w_tile(w), bias, y, parts, counters, m, eps)
+            kernel(
+                grid, device, x_tile(x), w_tile(w), bias, row_sums, residual, y, parts, counters, m,
+                eps,
+            )  # fmt: skip
             return y
 
         return run
 
 
-class HopperRows(TmaFamily):
+class HopperRows(_Hopper):
     """Form "hopper_rows": single_pass, or stats_then_gemm when the plan's squares are "given".
 
-    Needs what HopperSwap needs, and an output that TMA can write: N a multiple of 8.
+    Needs what HopperSwap needs, and an output that TMA can write: its width a multiple of 8.
     """
-
-    targets = ("sm90",)
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
         from flashnorm_triton.kernels.hopper_rows import norm_rows_kernel
 
-        super().__init__(plan, problem, stride_wn, gluon=True)
-        if problem.n % 8:
+        super().__init__(plan, problem, stride_wn)
+        if problem.width % 8:
             raise ValueError(
-                f"plan {plan.form!r} writes y by TMA and needs N a multiple of 8, not {problem.n}: "
-                "use another plan"
+                f"plan {plan.form!r} writes y by TMA and needs N a multiple of 8, not "
+                f"{problem.width}: use another plan"
             )
         self.stats = RowStats(problem) if plan.squares == "given" else None
+        # Columns of the two accumulators; a tile that is wider than one may be has a second.
+        wide = plan.block_n == 192 or (plan.block_n == 256 and plan.squares == "registers")
+        self.first = 128 if wide else plan.block_n
+        self.beside = plan.block_n - self.first if wide else plan.block_n if problem.gated else 0
+        blocks = {
+            "x_desc": (plan.block_m, plan.block_k),
+            "w_desc": (self.first, plan.block_k),
+            "y_desc": (64, self.first),
+        }
+        if self.beside:
+            blocks["v_desc"] = (self.beside, plan.block_k)
+        if wide:
+            blocks["z_desc"] = (64, self.beside)
+        self.wide = wide
         self.kernel = Kernel(
             norm_rows_kernel,
             {
-                "N": problem.n,
+                "N": problem.width,
                 "K": problem.k,
                 "STAGES": plan.num_stages,
                 "GROUP_M": plan.group_m,
                 "SQUARES": plan.squares,
-                "HAS_BIAS": problem.has_bias,
+                **self.epilogue(),
+                "SECOND": "wide" if wide else "gated" if problem.gated else "",
             },
-            self.types(
-                x_desc=(plan.block_m, plan.block_k),
-                w_desc=(plan.block_n, plan.block_k),
-                y_desc=(64, plan.block_n),
-            ),
-            num_warps=plan.num_warps,
+            self.types(**blocks),
+            **self.options(),
         )
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        kernel, shape = self.kernel, (*lead, self.n)
+        kernel, shape, plan = self.kernel, (*lead, self.width), self.plan
         stats = self.stats.bind(geometry, eps) if self.stats else None
-        x_tile, w_tile = self.x_and_w(geometry)
-        y_tile = self.tile(64, self.plan.block_n)(m, self.n, self.n)
-        tiles = cdiv(m, self.plan.block_m) * cdiv(self.n, self.plan.block_n)
-        grid = (min(tiles, runtime.device_facts(device).sm_count), 1, 1)
+        x_tile = self.tile(plan.block_m, plan.block_k)(m, self.k, geometry.stride)
+        w_tile, v_tile = (
+            self.tile(rows, plan.block_k)(self.n, self.k, self.stride_wn) if rows else _no_tile
+            for rows in (self.first, self.beside)
+        )
+        y_tile, z_tile = (
+            self.tile(64, columns)(m, self.width, self.width) if columns else _no_tile
+            for columns in (self.first, self.beside if self.wide else 0)
+        )
+        tiles = cdiv(m, plan.block_m) * cdiv(self.width, plan.block_n)
+        grid = self.programs(tiles, device)
 
-        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
             s = stats(x) if stats else None
             y = x.new_empty(shape)
-            kernel(grid, device, x_tile(x), w_tile(w), y_tile(y), bias, s, m, eps)
+            kernel(
+                grid, device, x_tile(x), w_tile(w), v_tile(w), y_tile(y), z_tile(y), bias, row_sums,
+                residual, s, None, m, eps,
+            )  # fmt: skip
             return y
 
         return run
+
+
+def _no_tile(tensor: Tensor) -> None:
+    """The descriptor of an accumulator that a kernel does not have."""
