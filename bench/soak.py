@@ -273,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
     head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
     folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
     path = args.out or folder / "soak.json"
-    pool = soak_members.pool(rig.gpu, rig.device)
+    pool = soak_members.with_epilogues(soak_members.pool(rig.gpu, rig.device))
     families = soak_members.families(pool, rig.device, args.members, rng)
     families = {
         name: members

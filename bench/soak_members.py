@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from bench.shapes import SHAPES
 from flashnorm_triton import limits, ops, plans, tables
 from flashnorm_triton.plans import Device, Plan, Problem
-from flashnorm_triton.tuning import measure, space, validate
+from flashnorm_triton.tuning import measure, rig, space, validate
 from flashnorm_triton.tuning.rig import EPS, floor_us
 from flashnorm_triton.tuning.tuner import plan_text
 
@@ -45,6 +46,7 @@ class Member:
         parts = [plan.strategy, plan.form]
         parts += [plan.squares] if plan.form in ("tiles", "hopper_rows") else []
         parts += ["split"] if plan.split_k > 1 else []
+        parts += [self.problem.epilogue] if self.problem.epilogue else []
         return "/".join(parts)
 
 
@@ -70,10 +72,29 @@ def pool(gpu: tables.Gpu, device: Device) -> Iterator[Member]:
             yield Member(Problem("float16", 512, shape.n, shape.k, True), plan)
 
 
+# A LayerNorm; a gated pair with all that can follow it; an activation alone.
+_EPILOGUES: tuple[dict[str, Any], ...] = (
+    {"centred": True},
+    {"activation": "silu", "gated": True, "has_residual": True},
+    {"activation": "gelu_tanh"},
+)
+
+
+def with_epilogues(members: Iterable[Member]) -> Iterator[Member]:
+    """The members, each also with the epilogues that a patched model can ask for."""
+    for member in members:
+        yield member
+        if member.plan.form == "library":  # its epilogues are torch's
+            continue
+        for epilogue in _EPILOGUES:
+            yield replace(member, problem=replace(member.problem, **epilogue))
+
+
 def families(
     members: Iterable[Member], device: Device, most: int, rng: random.Random
 ) -> dict[str, tuple[Member, ...]]:
-    """At most ``most`` members of every family, drawn over plans and sizes.
+    """At most ``most`` members of every family (a third where it is an epilogue that makes it
+    another), drawn over plans and sizes.
 
     Plans that cannot run here, and calls that take so long that few fit the time, are left out. A
     member's row count is drawn within its bucket.
@@ -85,8 +106,10 @@ def families(
             found.setdefault(member.family, {}).setdefault(member.plan, []).append(member)
     chosen = {}
     for family, by_plan in sorted(found.items()):
-        drawn = rng.sample(list(by_plan.values()), min(most, len(by_plan)))
-        while len(drawn) < most and any(len(same) > 1 for same in drawn):
+        plain = not next(iter(by_plan.values()))[0].problem.epilogue
+        count = most if plain else -(-most // 3)
+        drawn = rng.sample(list(by_plan.values()), min(count, len(by_plan)))
+        while len(drawn) < count and any(len(same) > 1 for same in drawn):
             drawn.append(rng.choice([same for same in by_plan.values() if len(same) > 1]))
         picked = dict.fromkeys(_within_bucket(rng.choice(same), rng) for same in drawn)
         chosen[family] = tuple(picked)
@@ -182,10 +205,7 @@ def make_ready(member: Member, streams: Sequence[torch.cuda.Stream], device: str
     else:
         weight = torch.randn(problem.n, problem.k, device=device) * problem.k**-0.5
         case = validate.make_case(problem, weight.to(getattr(torch, problem.dtype)), EPS)
-
-        def run(part: Tensor) -> Tensor:
-            return ops.norm_linear(part, case.weight, case.eps, case.bias, case.gain, plan=plan)
-
+        run = rig.run_of(case, plan)
     verdict, outputs = validate.check_values(case, run)
     if verdict.reason is not None:
         raise ValueError(f"wrong at the first launch: {verdict.reason}")
@@ -196,6 +216,7 @@ def describe(member: Member, ready: Ready | None) -> dict[str, object]:
     """The member as its record has it."""
     problem = member.problem
     extras = [name for name in ("bias", "gain") if getattr(problem, f"has_{name}")]
+    extras += [problem.epilogue] if problem.epilogue else []
     size = f"{problem.k}→{problem.n} M={problem.m} {problem.dtype}"
     told: dict[str, object] = {
         "problem": " ".join([size, *extras]),

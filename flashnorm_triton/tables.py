@@ -8,7 +8,8 @@ what was unreadable is set aside then, never deleted.
 
 An entry's key leaves out what does not move the best plan: a bias (one load a column, after the
 loop) and alignment (a plan that needs more than a problem has is passed over). A table made with
-other kernel sources serves on; ``flashnorm info`` calls it stale.
+other kernel sources serves on; ``flashnorm info`` calls it stale. A file has the lowest schema that
+holds it: 1 where every entry is plain, 2 with epilogues.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flashnorm_triton import atomic, plans
 from flashnorm_triton.limits import plan_from, unfit
 from flashnorm_triton.plans import Device, Plan, Problem
 
-SCHEMA = 1
+SCHEMA = 2
 SHIPPED = Path(__file__).resolve().parent / "configs"
 LOCK_SECONDS = 30.0
 _OFF = ("off", "0", "no", "false")
@@ -64,7 +65,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Key:
-    """What the best plan depends on; ``m`` is the bucket of the row count (``plans.bucket``)."""
+    """What the best plan depends on; ``m`` is the bucket of the row count (``plans.bucket``),
+    ``epilogue`` what follows the linear (``Problem.epilogue``; "" for nothing)."""
 
     op: str
     dtype: str
@@ -72,6 +74,7 @@ class Key:
     k: int
     m: int
     has_gain: bool = False
+    epilogue: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,8 @@ class Choice:
 
 def key_of(problem: Problem) -> Key:
     """The table key of a norm_linear problem."""
-    m = plans.bucket(problem.m)
-    return Key("norm_linear", problem.dtype, problem.n, problem.k, m, problem.has_gain)
+    m, epilogue = plans.bucket(problem.m), problem.epilogue
+    return Key("norm_linear", problem.dtype, problem.n, problem.k, m, problem.has_gain, epilogue)
 
 
 # Files ---------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ def dump(table: Table) -> str:
     measured = {entry.run for entry in table.entries.values()}
     runs = sorted(measured, key=lambda run: tuple(vars(run).values()))
     head = {
-        "schema": SCHEMA,
+        "schema": 2 if any(key.epilogue for key in table.entries) else 1,
         "gpu": table.gpu.name,
         "sm_count": table.gpu.sm_count,
         "capability": table.gpu.capability,
@@ -166,6 +169,8 @@ def dump(table: Table) -> str:
     for key in sorted(table.entries, key=lambda key: tuple(vars(key).values())):
         entry = table.entries[key]
         row = {**vars(key), **vars(entry)}
+        if not key.epilogue:
+            del row["epilogue"]
         row |= {"plan": entry.plan.as_dict(), "run": runs.index(entry.run)}
         rows.append("  " + json.dumps(row, allow_nan=False))
     return "\n".join([*lines, ",\n".join(rows), " ]", "}"]) + "\n"
@@ -181,8 +186,8 @@ def parse(text: str) -> Table:
         schema = data["schema"]
         if isinstance(schema, int) and schema > SCHEMA:
             raise NewerSchema(f"schema {schema} is newer than {SCHEMA}: update flashnorm_triton")
-        if schema != SCHEMA:
-            raise Unreadable(f"schema {schema!r} is not {SCHEMA}")
+        if schema not in (1, 2) or isinstance(schema, bool):
+            raise Unreadable(f"schema {schema!r} is none of 1 to {SCHEMA}")
         table = Table(Gpu(*_typed(data, {"gpu": str, "sm_count": int, "capability": int})))
         runs = [Run(**_texts(run)) for run in data["runs"]]
         table.refused = _texts(data["refused"])
@@ -197,12 +202,13 @@ def parse(text: str) -> Table:
     return table
 
 
-_KEY_TYPES = {"op": str, "dtype": str, "n": int, "k": int, "m": int, "has_gain": bool}
+_KEY_TYPES = {"op": str, "dtype": str, "n": int, "k": int, "m": int, "has_gain": bool,
+              "epilogue": str}  # fmt: skip
 _FIGURES = ("us", "baseline_us", "heuristic_us", "rel_err", "rel_err_stock")
 
 
 def _entry(row: Mapping[str, Any], runs: list[Run]) -> tuple[Key, Entry | None]:
-    key = Key(*_typed(row, _KEY_TYPES))
+    key = Key(*_typed({"epilogue": "", **row}, _KEY_TYPES))
     figures = [float(figure) for figure in _typed(row, dict.fromkeys(_FIGURES, (int, float)))]
     if not 0 <= row["run"] < len(runs):
         raise ValueError(f"no run {row['run']!r}")

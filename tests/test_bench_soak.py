@@ -193,7 +193,8 @@ def test_an_error_while_launching_ends_the_run_with_what_is_known(tmp_path):
 
 def test_every_family_that_ships_has_members_that_fit():
     rng = random.Random(0)
-    pool = list(soak_members.pool(tables.Gpu("NVIDIA H200", 132, 90), H200))
+    pool = soak_members.pool(tables.Gpu("NVIDIA H200", 132, 90), H200)
+    pool = list(soak_members.with_epilogues(pool))
     found = soak_members.families(pool, H200, 4, rng)
     assert {
         "single_pass/gemv", "single_pass/hopper_swap", "single_pass/hopper_swap/split",
@@ -206,6 +207,9 @@ def test_every_family_that_ships_has_members_that_fit():
         for member in members:
             assert member.family == family
             assert soak_members.limits.unfit(member.plan, member.problem, H200) is None
+    for form, served in plans.EPILOGUES.items():
+        if form not in ("library", "reference") and "centred" in served:
+            assert any(f"/{form}" in name and "centred" in name for name in found)
     shipped = {soak_members.Member(problem, plan).family for problem, plan in plans.shipped_plans()}
     tabled = {
         soak_members.Member(PROBLEM, entry.plan).family
@@ -253,7 +257,7 @@ def no_streams(monkeypatch):
 def test_a_ready_member_launches_and_finds_a_planted_fault(no_streams, monkeypatch):
     torch.manual_seed(0)
     calls = []
-    true_op = soak_members.ops.norm_linear
+    true_op = soak_members.rig.norm_linear
 
     def op(x, weight, eps, bias, gain, plan):
         calls.append(x)
@@ -263,7 +267,7 @@ def test_a_ready_member_launches_and_finds_a_planted_fault(no_streams, monkeypat
         return y
 
     broken = -1
-    monkeypatch.setattr(soak_members.ops, "norm_linear", op)
+    monkeypatch.setattr(soak_members.rig, "norm_linear", op)
     plan = Plan("single_pass", "gemv", 4, 16, 64)
     ready = soak_members.make_ready(soak_members.Member(PROBLEM, plan), no_streams, "cpu")
     assert ready.verdict.reason is None and ready.launch(0) == 16 and ready.settle() == 0
@@ -275,7 +279,7 @@ def test_a_ready_member_launches_and_finds_a_planted_fault(no_streams, monkeypat
 
 def test_a_member_wrong_at_its_first_launch_is_refused(no_streams, monkeypatch):
     monkeypatch.setattr(
-        soak_members.ops, "norm_linear", lambda x, w, *rest, plan: x.new_ones(len(x), len(w))
+        soak_members.rig, "norm_linear", lambda x, w, *rest, plan: x.new_ones(len(x), len(w))
     )
     member = soak_members.Member(PROBLEM, Plan("single_pass", "gemv", 4, 16, 64))
     with pytest.raises(ValueError, match="wrong at the first launch"):

@@ -93,6 +93,27 @@ def test_what_is_written_is_what_is_read(user_file):
     assert sum('"op"' in line for line in user_file.read_text().splitlines()) == 3
 
 
+GATED = {"activation": "silu", "gated": True, "has_residual": True}
+
+
+def test_an_epilogue_is_another_cell_and_plain_entries_stay_valid(user_file):
+    put(user_file, tables.dump(table_of()))  # as versions without epilogues wrote it
+    assert json.loads(user_file.read_text())["schema"] == 1
+    assert "epilogue" not in json.loads(user_file.read_text())["entries"][0]
+    gated = replace(PROBLEM, **GATED)
+    assert tables.key_of(PROBLEM) == KEY
+    assert tables.key_of(gated) == replace(KEY, epilogue="silu+gated+residual")
+    assert looked_up().plan == TUNED
+    assert tables.choice(gated, DEVICE, H200.name).source == "heuristic"
+    tables.merge(user_file, H200, {tables.key_of(gated): entry(UNFUSED)})
+    tables.forget()
+    assert tables.choice(gated, DEVICE, H200.name).source == "user"
+    assert looked_up().plan == TUNED
+    # A version that knows no epilogues must not take such an entry for a plain one.
+    assert json.loads(user_file.read_text())["schema"] == 2
+    assert tables.dump(tables.read(user_file)) == user_file.read_text()
+
+
 def test_a_bucket_serves_every_row_count_in_it(user_file):
     tables.write(user_file, table_of())
     for m, served in ((8, False), (9, True), (12, True), (16, True), (17, False)):
@@ -209,7 +230,7 @@ def broken(kind: str) -> str:
     text = tables.dump(table_of())
     data = json.loads(text)
     if kind == "newer schema":
-        return json.dumps({**data, "schema": 2, "entries": "as tables will be"})
+        return json.dumps({**data, "schema": tables.SCHEMA + 1, "entries": "as tables will be"})
     if kind == "older schema":
         return json.dumps({**data, "schema": 0})
     if kind == "foreign gpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ import torch
 import typer
 from fake_machine import GOOD, FakeCompiler, FakeMachine
 from rich.console import Console
+from test_sites import write_config
 from typer.testing import CliRunner
 
 from flashnorm_triton import results, tables
@@ -59,120 +59,6 @@ def machine(monkeypatch):
     return made
 
 
-# From a model to cells
-
-
-def write_config(folder, **fields) -> str:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 96,
-        "tie_word_embeddings": True,
-        **fields,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def test_sites_are_read_from_the_config_alone(tmp_path):
-    """q|k|v and gate|up, packed; what the audit keeps (here the final norm) is no site."""
-    folder = write_config(tmp_path)
-    for name in (folder, f"{folder}/config.json"):
-        model = sites.skeleton(name)
-        assert all(parameter.is_meta for parameter in model.parameters())
-        assert sites.sites_of(model) == (sites.Site(64, 64 + 32 + 32), sites.Site(64, 320))
-
-
-def test_a_bias_is_part_of_the_site(tmp_path):
-    folder = write_config(tmp_path, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-    found = set(sites.sites_of(sites.skeleton(folder)))
-    assert found == {sites.Site(64, 128, has_bias=True), sites.Site(64, 320)}
-
-
-def test_what_is_tuned_is_what_patch_launches(tmp_path):
-    """The keys of the tuned cells are those that a patched model looks up."""
-    from flashnorm_triton.models import patch
-    from flashnorm_triton.models.installers import sites_of
-
-    folder = write_config(tmp_path)
-    cells = sites.problems(sites.sites_of(sites.skeleton(folder)), ("float32",), (1,))
-    with torch.device("cpu"):
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    patch(model)
-    launched = {site.buffers["packed_weight"].shape for site in sites_of(model)}
-    assert {(problem.n, problem.k) for problem in cells} == launched
-
-
-def test_a_model_without_sites(tmp_path):
-    with pytest.raises(ValueError, match="nothing to tune: Linear"):
-        sites.sites_of(torch.nn.Linear(4, 4))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("./not/there", "no file or folder"),
-        ("/not/there/config.json", "no file or folder"),
-        ("{tmp}", "no config.json"),
-        ("{tmp}/bad/config.json", "no model config found"),
-        ("{tmp}/bert", "not a causal language model"),
-    ],
-)
-def test_a_model_that_is_none(tmp_path, name, message):
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "config.json").write_text("{]")
-    write_config(tmp_path / "bert", model_type="clip", architectures=["CLIPModel"])
-    with pytest.raises(ValueError, match=message):
-        sites.skeleton(name.format(tmp=tmp_path))
-
-
-def test_cells_are_sites_times_dtypes_times_buckets():
-    found = sites.problems(
-        [sites.Site(64, 128), sites.Site(63, 128), sites.Site(64, 128, has_bias=True)],
-        ("bfloat16", "float16"),
-        (1, 3, 4, 20_000),
-        has_gain=True,
-    )
-    assert len(found) == 2 * 2 * 3 and len({tables.key_of(p) for p in found}) == 12
-    assert {p.m for p in found} == {1, 4, 8192}
-    assert all(p.tma is (p.k == 64) and p.has_gain for p in found)
-
-
-@pytest.mark.parametrize(
-    ("parse", "text", "word"),
-    [
-        (sites.parse_shapes, "2048:3072,64", "'64' is no shape"),
-        (sites.parse_shapes, "2048x3072", "K:N"),
-        (sites.parse_shapes, "0:5", "'0:5'"),
-        (sites.parse_shapes, "", "''"),
-        (sites.parse_tokens, "1,2,zero", "'zero'"),
-        (sites.parse_tokens, "0", "'0'"),
-        (sites.parse_dtypes, "bf16,int8", "'int8'"),
-        (sites.parse_dtypes, "float64", "'float64'"),
-    ],
-)
-def test_words_that_cannot_be_read_are_named(parse, text, word):
-    with pytest.raises(ValueError, match=word):
-        parse(text)
-
-
-def test_words():
-    assert sites.parse_shapes("64:128, 64:128,2048:3072") == (
-        sites.Site(64, 128),
-        sites.Site(2048, 3072),
-    )
-    assert sites.parse_dtypes("bf16,bfloat16,fp16") == ("bfloat16", "float16")
-    assert sites.parse_tokens("1, 16") == (1, 16)
-
-
 # The command
 
 
@@ -193,6 +79,8 @@ def test_without_a_gpu_it_says_so_and_fails(monkeypatch):
         (("--shapes", "64:64", "--dtype", "int4"), "'int4'"),
         (("--shapes", "64:64", "--tokens", "none"), "'none'"),
         (("--shapes", "64:64", "--effort", "heroic"), "quick, full"),
+        (("--shapes", "64:64", "--epilogue", "tanh"), "'tanh' is no epilogue"),
+        (("--shapes", "64:64", "--seconds", "0"), "seconds is 0.0"),
         (("--model", "./nowhere"), "no file or folder"),
     ],
 )
@@ -212,6 +100,25 @@ def test_shapes_are_tuned_into_the_users_table(machine):
     assert machine.closed == 1
     again = invoke("--shapes", "2048:3072,64:128", "--tokens", "1,16,17", "--dtype", "bf16,fp16")
     assert "0 cells tuned, 12 already" in again.output
+
+
+def test_epilogues_are_tuned_beside_plain_cells(machine):
+    words = ("--shapes", "64:128", "--tokens", "1", "--epilogue", "plain,silu+gated")
+    result = invoke(*words)
+    assert result.exit_code == 0 and "64→128 bfloat16 M=1 silu+gated" in result.output
+    entries = tables.read(tables.user_path(H200), H200).entries
+    assert {key.epilogue for key in entries} == {"", "silu+gated"}
+    assert "2 already in the table" in invoke(*words).output
+
+
+def test_a_time_limit_leaves_cells_for_the_same_command(machine, monkeypatch):
+    monkeypatch.setattr(run, "Tuner", lambda *a: tuner.Tuner(*a, clock=machine.clock))
+    words = ("--shapes", "64:128", "--tokens", "1,2,4,8,16,32", "--seconds", "1e-6")
+    first = invoke(*words)
+    assert first.exit_code == 1 and "the time is up with 5 cells left" in first.output
+    assert len(tables.read(tables.user_path(H200)).entries) == 1
+    last = invoke(*words[:-2])
+    assert last.exit_code == 0 and "5 cells tuned, 1 already" in last.output
 
 
 def test_a_model_is_tuned_into_a_given_file(machine, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from fake_machine import FakeCompiler, FakeMachine
 from torch.nn.functional import linear
 
-from flashnorm_triton import reference
+from flashnorm_triton import ops, reference
 from flashnorm_triton.plans import UNFUSED, Plan, Problem
 from flashnorm_triton.tuning import validate
 from flashnorm_triton.tuning.tuner import Tuner
@@ -52,6 +52,44 @@ def test_a_right_candidate_passes(dtype, m, extras):
     assert found.reason is None
     assert 0 < found.rel_err <= found.rel_err_stock * 1.05
     assert sum(len(part) for part in case.parts) >= 64
+
+
+EPILOGUES = {
+    "centred": {"centred": True},
+    "silu, gated, residual": {"activation": "silu", "gated": True, "has_residual": True},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "centred, relu2, residual": {"centred": True, "activation": "relu2", "has_residual": True},
+    "gated alone": {"gated": True},
+}
+
+
+def with_epilogue(case: validate.Case, problem: Problem, without: str = ""):
+    """norm_linear in plain torch, wide and rounded once, with one part of it left out."""
+    dropped = {"centred": "row_sums", "has_residual": "residual"}.get(without, without)
+    more = {name: value for name, value in case.epilogue.items() if name != dropped}
+
+    def run(x):
+        wide = {
+            name: value.double() if isinstance(value, torch.Tensor) else value
+            for name, value in more.items()
+        }
+        y = ops.norm_linear(x.double(), case.weight.double(), case.eps, case.bias.double(), **wide)
+        return x.new_empty(y.shape).copy_(y)
+
+    return run
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_an_epilogue_is_checked_as_a_whole(name):
+    problem = Problem("bfloat16", 24, 96, 192, has_bias=True, **EPILOGUES[name])
+    weight = torch.randn(96, 192) / 192**0.5 * (0.5 + torch.rand(192))
+    case = validate.make_case(problem, weight.bfloat16(), EPS)
+    assert case.wanted.shape[1] == problem.width and len(case.parts) > 1
+    assert validate.check(case, with_epilogue(case, problem), launches=6).reason is None
+    for without in EPILOGUES[name]:
+        if without != "gated":  # without it, the width is another
+            wrong = validate.check(case, with_epilogue(case, problem, without), launches=2)
+            assert "stock has" in wrong.reason
 
 
 def test_the_inputs_are_hard():

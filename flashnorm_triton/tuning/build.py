@@ -128,18 +128,23 @@ def compile_plan(job: Job) -> list[Any]:
     x, w = (torch.empty(rows, problem.k, dtype=dtype) for rows in (problem.m, problem.n))
     bias = torch.empty(problem.n, dtype=dtype) if problem.has_bias else None
     gain = torch.empty(problem.k, dtype=dtype) if problem.has_gain else None
-    row_sums = torch.empty(problem.n) if problem.centred else None
-    residual = torch.empty(problem.m, problem.width, dtype=dtype) if problem.has_residual else None
-    more = (row_sums, residual)
     geometry = launch.Geometry(problem.m, problem.k, (problem.m,), 0)
     with _launches_collected(job.device, job.target) as collected:
         family = launch.FAMILIES[job.plan.form](job.plan, problem, problem.k)
         if job.plan.form == "library":
             family.norm.bind(geometry, 1e-6)(x, gain)
         else:
-            run = family.bind(geometry, 1e-6)
-            run(x, w, bias, gain, *more) if problem.epilogue else run(x, w, bias, gain)
+            family.bind(geometry, 1e-6)(x, w, bias, gain, *_more(problem, x))
     return collected
+
+
+def _more(problem: Problem, x: Any) -> tuple[Any, ...]:
+    """The row sums and the residual that a launch with an epilogue takes after the others."""
+    if not problem.epilogue:
+        return ()
+    sums = x.new_empty(problem.n).float() if problem.centred else None
+    residual = x.new_empty(problem.m, problem.width) if problem.has_residual else None
+    return sums, residual
 
 
 def build(job: Job) -> Built:

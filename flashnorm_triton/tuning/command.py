@@ -37,7 +37,19 @@ def tune(
     tokens: Annotated[
         str, typer.Option(help="Row counts; each stands for the next power of two.")
     ] = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192",
-    effort: Annotated[str, typer.Option(help="quick, or full: more candidates, longer.")] = "quick",
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="quick; full: more candidates, longer; refresh: few, for cells of older kernels."
+        ),
+    ] = "quick",
+    epilogue: Annotated[
+        str,
+        typer.Option(help="What follows: plain, silu+gated, centred (LayerNorm), … or several."),
+    ] = "plain",
+    seconds: Annotated[
+        float | None, typer.Option(help="Begin no further cell after so long; left out: no limit.")
+    ] = None,
     gain: Annotated[
         bool, typer.Option(help="For gains applied in the kernel, not folded.")
     ] = False,
@@ -52,8 +64,8 @@ def tune(
     """Find this GPU's best plans for a model or for shapes, and keep them.
 
     Stop it at any moment: finished cells are kept, and the same command goes on from there. Exit
-    code 0 when every cell is tuned, 1 when some failed or could not be stored, 2 when it could not
-    start, 130 when it was interrupted.
+    code 0 when every cell is tuned, 1 when some failed, could not be stored or are left as the time
+    is up, 2 when it could not start, 130 when it was interrupted.
     """
     from flashnorm_triton.tuning import run, sites
     from flashnorm_triton.tuning.measure import NoGpuError
@@ -76,6 +88,8 @@ def tune(
                 force=os.environ.setdefault(_SINCE, now()) if force else False,
                 path=out,
                 jobs=jobs,
+                epilogue=epilogue,
+                seconds=seconds,
                 progress=for_output(),
             )
     except (ValueError, NoGpuError) as error:
@@ -87,7 +101,7 @@ def tune(
         raise typer.Exit(130)
     if report.lost is not None:
         _restart(report.lost)
-    raise typer.Exit(1 if report.failed or report.unsaved else 0)
+    raise typer.Exit(1 if report.failed or report.unsaved or report.left else 0)
 
 
 @contextlib.contextmanager

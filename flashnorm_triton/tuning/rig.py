@@ -142,6 +142,12 @@ class Rig:
             torch.cuda.empty_cache()
 
 
+def run_of(case: validate.Case, plan: Plan) -> validate.Run:
+    """A plan on the parts of a case."""
+    weight, bias, gain, more = case.weight, case.bias, case.gain, case.epilogue
+    return lambda part: norm_linear(part, weight, case.eps, bias, gain, plan=plan, **more)
+
+
 class Bench:
     """One cell on the GPU: its buffers, its case, its candidates."""
 
@@ -163,10 +169,7 @@ class Bench:
     def verify(self, plan: Plan, launches: int) -> validate.Verdict:
         """Check a candidate's values and bits (tuning/validate.py)."""
         case, us = self.case, floor_us(self.problem)
-
-        def run(part: Tensor) -> Tensor:
-            return norm_linear(part, case.weight, case.eps, case.bias, case.gain, plan=plan)
-
+        run = run_of(case, plan)
         launches = max(_FEWEST_LAUNCHES, min(launches, int(_CHECK_US / us)))
         repeats = max(1, round(us / Load.us))
         return validate.check(case, run, launches, lambda: self.rig.load(repeats))
@@ -174,7 +177,8 @@ class Bench:
     def call(self, plan: Plan) -> Callable[[int], Tensor]:
         """What is timed: the plan on set ``i`` of the buffers."""
         inputs, weights, bias, gain = self.inputs, self.weights, self.bias, self.gain
-        return lambda i: norm_linear(inputs[i], weights[i], EPS, bias, gain, plan=plan)
+        more = self.case.epilogue
+        return lambda i: norm_linear(inputs[i], weights[i], EPS, bias, gain, plan=plan, **more)
 
 
 class Load:

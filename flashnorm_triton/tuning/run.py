@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from flashnorm_triton import tables
-from flashnorm_triton.tuning import sites, space
+from flashnorm_triton.tuning import sites
 from flashnorm_triton.tuning.build import Pool
 from flashnorm_triton.tuning.progress import Progress
 from flashnorm_triton.tuning.rig import Rig
-from flashnorm_triton.tuning.tuner import Report, Tuner
+from flashnorm_triton.tuning.tuner import EFFORTS, Report, Tuner
 
 _ANY_DATE = "~"  # later than every date
 
@@ -30,6 +30,8 @@ def tune(
     force: bool | str = False,
     path: Path | str | None = None,
     jobs: int | None = None,
+    epilogue: str | Sequence[str] = "plain",
+    seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Tune norm_linear for a model's sites, or for given shapes, on the current GPU.
@@ -42,12 +44,17 @@ def tune(
             hub id, or (K, N) pairs.
         dtype: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32), or several.
         tokens: row counts M; each stands for its bucket, the next power of two up to 8192.
-        effort: "quick" or "full".
+        effort: "quick"; "full": more candidates, longer; "refresh": of cells that the table has
+            from other kernel sources or versions, their plan beside few others.
         gain: tune for gains applied in the kernel (``patch(model, fold=False)``).
         force: tune again what the table has; a UTC date such as "2026-01-31T12:00:00Z": tune again
             what is older.
         path: the table's file; left out, the user's table of this GPU, which lookups ask first.
         jobs: compiling processes; left out, the CPU cores but two.
+        epilogue: what follows the linear: "plain", or "silu+gated", "centred" (LayerNorm), … as
+            ``Problem.epilogue`` spells them, or several. A model's LayerNorm sites are centred
+            whatever is said here.
+        seconds: begin no further cell after so long; the same call goes on from there.
         progress: how to show the run (tuning/progress.py); left out, nothing is shown.
 
     Returns the report, also of a run that an interrupt (``report.interrupted``) or a lost GPU
@@ -55,18 +62,22 @@ def tune(
     without a GPU, ValueError for what cannot be tuned, TableError when the table cannot be written
     or another process is tuning this GPU: all before anything is measured.
     """
-    if effort not in space.EFFORTS:
-        raise ValueError(f"effort {effort!r} is unknown: use one of {', '.join(space.EFFORTS)}")
+    if effort not in EFFORTS:
+        raise ValueError(f"effort {effort!r} is unknown: use one of {', '.join(EFFORTS)}")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"seconds is {seconds!r}: it must be more than 0")
     names = sites.parse_dtypes(dtype if isinstance(dtype, str) else ",".join(dtype))
     rows = sites.parse_tokens(",".join(str(m) for m in tokens))
+    epilogues = sites.parse_epilogues(epilogue if isinstance(epilogue, str) else ",".join(epilogue))
     rig = Rig()
     try:
-        problems = sites.problems(_sites(model_or_shapes), names, rows, gain)
+        problems = sites.problems(_sites(model_or_shapes), names, rows, gain, epilogues)
         place = Path(path) if path is not None else tables.user_path(rig.gpu)
         with only_tuner(place, rig.uuid):
             compiler = Pool(jobs or max(1, len(os.sched_getaffinity(0)) - 2))
             since = force if isinstance(force, str) else _ANY_DATE if force else ""
-            report = Tuner(rig, compiler, place, effort, progress, since).tune(problems)
+            tuner = Tuner(rig, compiler, place, effort, progress, since, seconds)
+            report = tuner.tune(problems)
     finally:
         rig.close()
     _use_new_plans()

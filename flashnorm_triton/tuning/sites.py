@@ -1,16 +1,18 @@
 """Which cells to tune: from a list of sizes, or from a model's config alone.
 
 A model is built on the meta device (no weights, no memory) and audited; each site it would fuse is
-one K → packed N. So there is no list of model names, and what is tuned is what ``patch`` launches.
+one K → packed N, or one K → N a consumer where each normalises for itself. So there is no list of
+model names, and what is tuned is what ``patch`` launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.limits import ELEMENT_BYTES
 from flashnorm_triton.plans import Problem, bucket
 
@@ -20,11 +22,16 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class Site:
-    """A norm and the linears that read it, packed: x (M, k) by weight (n, k)."""
+    """A norm and the linears that read it, packed: x (M, k) by weight (n, k).
+
+    ``has_gain``: the gain is applied in the kernel; ``centred``: the norm is a LayerNorm.
+    """
 
     k: int
     n: int
     has_bias: bool = False
+    has_gain: bool = False
+    centred: bool = False
 
 
 def parse_shapes(text: str) -> tuple[Site, ...]:
@@ -56,6 +63,28 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
             raise ValueError(f"dtype {word!r} cannot be tuned: use {', '.join(DTYPES)}")
         names.append(name)
     return tuple(dict.fromkeys(names))
+
+
+def parse_epilogues(text: str) -> tuple[dict[str, Any], ...]:
+    """``Problem``'s fields for each of ``"plain,silu+gated,centred"``.
+
+    The parts of an epilogue are joined by "+" in any order: "centred" (LayerNorm), one activation,
+    "gated", "residual". Raises ValueError, naming the word.
+    """
+    found = []
+    for word in (word.strip() for word in text.split(",")):
+        parts = [] if word == "plain" else word.split("+")
+        activations = [part for part in parts if part in ACTIVATIONS]
+        known = {*activations, "centred", "gated", "residual"}
+        if not known.issuperset(parts) or len(activations) > 1 or len(set(parts)) < len(parts):
+            raise ValueError(
+                f"{word!r} is no epilogue: give plain, or parts joined by + of centred, gated, "
+                f"residual and one of {', '.join(ACTIVATIONS)}"
+            )
+        fields: dict[str, Any] = {"centred": "centred" in parts, "gated": "gated" in parts}
+        fields["has_residual"] = "residual" in parts
+        found.append({**fields, "activation": activations[0] if activations else ""})
+    return tuple(found)
 
 
 def skeleton(model: str) -> Any:
@@ -99,14 +128,25 @@ def sites_of(model: Any) -> tuple[Site, ...]:
     Raises ValueError for a model in which nothing can be fused.
     """
     from flashnorm_triton.models import audit
+    from flashnorm_triton.models.linears import linear_sizes
 
     report = audit(model)
     found = []
     for site in report.fused:
-        linears = [model.get_submodule(name) for name in site.consumers]
-        columns = sum(linear.out_features for linear in linears)
-        has_bias = any(linear.bias is not None for linear in linears)
-        found.append(Site(linears[0].in_features, columns, has_bias))
+        kinds = site.consumer_kinds or ("linear",) * len(site.consumers)
+        linears = [
+            model.get_submodule(name)
+            for name, kind in zip(site.consumers, kinds, strict=True)
+            if kind in ("linear", "conv1d")
+        ]
+        # Each consumer that normalises for itself is a launch of its own.
+        launches = [[linear] for linear in linears] if site.form != "packed" else [linears]
+        for together in filter(None, launches):
+            k = linear_sizes(together[0])[0]
+            n = sum(linear_sizes(linear)[1] for linear in together)
+            centred = site.kind == "layer"
+            has_bias = centred or any(linear.bias is not None for linear in together)
+            found.append(Site(k, n, has_bias, not site.foldable, centred))
     if not found:
         raise ValueError(f"nothing to tune: {report.summary()}")
     return tuple(dict.fromkeys(found))
@@ -117,14 +157,25 @@ def problems(
     dtypes: Sequence[str] = ("bfloat16",),
     tokens: Sequence[int] = TOKENS,
     has_gain: bool = False,
+    epilogues: Sequence[dict[str, Any]] = ({},),
 ) -> tuple[Problem, ...]:
-    """Every cell once: sites × dtypes × buckets of row counts."""
+    """Every cell once: sites × dtypes × epilogues × buckets of row counts.
+
+    Raises ValueError for a gated pair of an odd number of features.
+    """
     rows = sorted({bucket(m) for m in tokens})
-    found: dict[tuple, Problem] = {}
+    found: dict[Problem, Problem] = {}
     for site in sites:
         for dtype in dtypes:
             tma = site.k * ELEMENT_BYTES[dtype] % 16 == 0
-            for m in rows:
-                problem = Problem(dtype, m, site.n, site.k, site.has_bias, has_gain, tma)
-                found.setdefault((dtype, m, site.n, site.k), problem)
+            for epilogue in epilogues:
+                if epilogue.get("gated") and site.n % 2:
+                    raise ValueError(f"N = {site.n} cannot be a gated pair: it must be even")
+                gain = site.has_gain or has_gain
+                plain = Problem(dtype, 1, site.n, site.k, site.has_bias, gain, tma, site.centred)
+                # A LayerNorm's site stays one, whatever else follows it.
+                more = {**epilogue, "centred": site.centred or epilogue.get("centred", False)}
+                for m in rows:
+                    problem = replace(plain, m=m, **more)
+                    found.setdefault(replace(problem, has_bias=False), problem)
     return tuple(found.values())

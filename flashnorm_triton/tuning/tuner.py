@@ -5,14 +5,18 @@ candidate is timed only after the lint of its compiled kernels, the check of its
 check of its bits (tuning/validate.py). All candidates of a cell are timed interleaved, then the
 leaders again, against each other, against the heuristic's plan and against the unfused pair. The
 heuristic's plan stays unless it is clearly beaten, and nothing slower than the unfused pair stays.
+float16 moves the same bytes as bfloat16 through the same instructions: where this run or these very
+kernels have tuned a cell in bfloat16, its plan and few others stand for float16. All that is kept
+was compiled, checked and timed in its own dtype.
 Finished cells are stored as the run goes: an interrupted run is taken up where it ended.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -35,6 +39,8 @@ MARGIN = 1.02
 """How much faster than the heuristic's plan another must be to take its place."""
 _WORTH_KEEPING = 1.005  # slower than the unfused pair by more than this is not kept
 _FINALISTS = 3
+_FEW = 5
+"""Candidates beside plans that are known to be good: the built-in, the unfused, a few more."""
 _STORE_SECONDS = 1.0
 
 
@@ -48,10 +54,16 @@ class _Effort:
     launches: int
 
 
+_QUICK = _Effort((7, 3, 0.25), (15, 5, 0.4), 200.0, validate.LAUNCHES["quick"])
 _EFFORT = {
-    "quick": _Effort((7, 3, 0.25), (15, 5, 0.4), 200.0, validate.LAUNCHES["quick"]),
+    "refresh": _QUICK,
+    "quick": _QUICK,
     "full": _Effort((11, 5, 0.6), (41, 11, 1.5), 400.0, validate.LAUNCHES["full"]),
 }
+
+
+EFFORTS = tuple(_EFFORT)
+"""From the least to the most thorough."""
 
 
 class Compiler(Protocol):
@@ -71,7 +83,8 @@ class Report:
     """What a run did.
 
     ``rejected``: candidates that were not timed, and why; ``skipped``: how many cells the table
-    had; ``failed``: cells that could not be tuned; ``unsaved``: why the table lacks finished cells.
+    had; ``failed``: cells that could not be tuned; ``unsaved``: why the table lacks finished cells;
+    ``left``: cells that were not begun as the time was up.
     """
 
     path: Path
@@ -84,6 +97,7 @@ class Report:
     interrupted: bool = False
     lost: str | None = None
     unsaved: str | None = None
+    left: int = 0
 
     def summary(self) -> str:
         """A few lines: cells, rejected candidates by kind of reason, and the table's place."""
@@ -91,6 +105,8 @@ class Report:
             f"{len(self.done)} cells tuned, {self.skipped} already in the table, "
             f"{len(self.failed)} failed, in {self.seconds:.0f} s"
         ]
+        if self.left:
+            lines.append(f"  the time is up with {self.left} cells left: the same command goes on")
         kinds: dict[str, list[str]] = {}
         for problem, plan, reason in self.rejected:
             told = f"{plan_text(plan)} at {name_of(problem)}: {reason}"
@@ -112,8 +128,9 @@ def now() -> str:
 
 
 def name_of(problem: Problem) -> str:
-    """``2048→3072 bfloat16 M=16``."""
-    return f"{problem.k}→{problem.n} {problem.dtype} M={problem.m}"
+    """``2048→3072 bfloat16 M=16``, and the epilogue where there is one."""
+    name = f"{problem.k}→{problem.n} {problem.dtype} M={problem.m}"
+    return f"{name} {problem.epilogue}" if problem.epilogue else name
 
 
 def plan_text(plan: Plan) -> str:
@@ -132,7 +149,8 @@ def plan_text(plan: Plan) -> str:
 class Tuner:
     """Tunes problems on a machine and stores each in a table's file. See the module.
 
-    Entries older than ``since`` (UTC, as in ``Run.date``) are tuned again.
+    Entries older than ``since`` (UTC, as in ``Run.date``) are tuned again. No cell is begun after
+    ``seconds``.
     """
 
     def __init__(
@@ -143,12 +161,14 @@ class Tuner:
         effort: str = "quick",
         progress: Progress | None = None,
         since: str = "",
+        seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         candidates: Callable[..., Sequence[Plan]] = space.candidates,
     ) -> None:
         self.machine, self.compiler, self.path = machine, compiler, path
         self.effort, self.progress = effort, progress or Quiet()
         self.since, self.clock, self.candidates = since, clock, candidates
+        self.seconds = math.inf if seconds is None else seconds
         self.report = Report(path)
         self.run = Run(
             date=now(),
@@ -158,6 +178,7 @@ class Tuner:
             effort=effort,
         )
         self._pending: dict[Key, Entry] = {}
+        self._known: dict[Key, Entry] = {}
         self._refused: dict[str, str] = {}
         self._stored_at = clock()
 
@@ -170,16 +191,21 @@ class Tuner:
         """
         started, problems = self.clock(), tuple(problems)
         table = tables.merge(self.path, self.machine.gpu, {})
-        self._refused = dict(table.refused)
-        wanted = [problem for problem in problems if not self._finished(table, problem)]
+        self._refused, self._known = dict(table.refused), dict(table.entries)
+        wanted = [problem for problem in problems if not self._finished(problem)]
+        # What the table lacks comes first, should the time not suffice for the rest.
+        wanted.sort(key=lambda problem: tables.key_of(problem) in self._known)
         self.report.skipped = len(problems) - len(wanted)
-        work = [(problem, self._candidates(problem, table)) for problem in wanted]
-        costs = [self._cost(problem, len(listed)) for problem, listed in work]
-        self.progress.begin(sum(costs), len(work))
+        passes = _passes(wanted)
+        expected = {p: self._cost(p, len(self._candidates(p, passes[0]))) for p in wanted}
+        self.progress.begin(sum(expected.values()), len(wanted))
+        self.report.left = len(wanted)
         try:
-            builds = [self._submit(problem, listed) for problem, listed in work]
-            for (problem, _), cost, futures in zip(work, costs, builds, strict=True):
-                self.progress.cell(cost, self._attempt(problem, futures))
+            for problem, futures in self._submitted(passes):
+                if self.clock() - started >= self.seconds:
+                    break
+                self.progress.cell(expected[problem], self._attempt(problem, futures))
+                self.report.left -= 1
                 self._store_sometimes()
         except KeyboardInterrupt:
             self.report.interrupted = True
@@ -209,7 +235,7 @@ class Tuner:
             why = _first_line(error)
         else:
             self.report.done[tables.key_of(problem)] = entry
-            self._pending[tables.key_of(problem)] = entry
+            self._pending[tables.key_of(problem)] = self._known[tables.key_of(problem)] = entry
             gain = entry.baseline_us / entry.us
             return (
                 f"{name_of(problem):<32} {entry.us:9.2f} µs  {gain:5.2f}x unfused  "
@@ -220,6 +246,7 @@ class Tuner:
 
     def _cell(self, problem: Problem, futures: dict[Plan, Future]) -> Entry:
         self.progress.best(f"{name_of(problem)}: compiling")
+        refreshed = tables.key_of(problem) in self._known
         built = {plan: future.result() for plan, future in futures.items()}
         session = self.machine.open(problem)
         effort = _EFFORT[self.effort]
@@ -249,7 +276,7 @@ class Tuner:
             final[heuristic].us,
             verdicts[plan].rel_err,
             verdicts[plan].rel_err_stock,
-            self.run,
+            self.run if refreshed else replace(self.run, effort=_thorough(self.effort)),
         )
 
     def _compiled_badly(self, built: Built) -> str | None:
@@ -315,30 +342,50 @@ class Tuner:
 
     # What to do, and what is known already
 
-    def _finished(self, table: tables.Table, problem: Problem) -> bool:
-        entry = table.entries.get(tables.key_of(problem))
+    def _finished(self, problem: Problem) -> bool:
+        entry = self._known.get(tables.key_of(problem))
         if entry is None or entry.run.date < self.since:
             return False
-        efforts = list(_EFFORT)
-        known = entry.run.effort if entry.run.effort in efforts else efforts[0]
-        same = replace(entry.run, date="", effort="") == replace(self.run, date="", effort="")
-        return same and efforts.index(known) >= efforts.index(self.effort)
+        known = entry.run.effort if entry.run.effort in EFFORTS else EFFORTS[0]
+        return self._current(entry) and EFFORTS.index(known) >= EFFORTS.index(self.effort)
 
-    def _candidates(self, problem: Problem, table: tables.Table) -> tuple[Plan, ...]:
-        listed = dict.fromkeys(self.candidates(problem, self.machine.device, self.effort))
-        before = table.entries.get(tables.key_of(problem))
-        if before is not None:
-            listed.setdefault(before.plan)
-        return tuple(p for p in listed if self._refusal(problem, p) not in self._refused)
+    def _current(self, entry: Entry) -> bool:
+        """Whether an entry was measured with these versions and kernel sources."""
+        return replace(entry.run, date="", effort="") == replace(self.run, date="", effort="")
+
+    def _candidates(self, problem: Problem, expected: Sequence[Problem] = ()) -> tuple[Plan, ...]:
+        """Plans to try for a cell. ``expected``: cells to take for tuned, when only counting."""
+        listed = list(self.candidates(problem, self.machine.device, _thorough(self.effort)))
+        before = self._known.get(tables.key_of(problem))
+        twin = replace(problem, dtype="bfloat16") if problem.dtype == "float16" else None
+        beside = self._known.get(tables.key_of(twin)) if twin else None
+        good = [entry.plan for entry in (before, beside) if entry is not None]
+        settled = twin in expected or (beside is not None and self._current(beside))
+        if (self.effort == "quick" and settled) or (self.effort == "refresh" and good):
+            listed = listed[:_FEW]
+        every = dict.fromkeys((*listed, *good))
+        return tuple(plan for plan in every if self._refusal(problem, plan) not in self._refused)
 
     def _refusal(self, problem: Problem, plan: Plan) -> str:
         fields = json.dumps(plan.as_dict(), sort_keys=True)
         shape = f"{problem.k}:{problem.n} {problem.dtype}"
+        shape += f" {problem.epilogue}" if problem.epilogue else ""
         return f"{self.run.kernel_hash[:12]} {shape} {fields}"
 
-    def _submit(self, problem: Problem, listed: Sequence[Plan]) -> dict[Plan, Future]:
+    def _submitted(
+        self, passes: Iterable[Sequence[Problem]]
+    ) -> Iterator[tuple[Problem, dict[Plan, Future]]]:
+        """Every cell with its compiles; those of a pass begin when the pass before is tuned."""
+        for work in passes:
+            builds = [self._submit(problem) for problem in work]
+            yield from zip(work, builds, strict=True)
+
+    def _submit(self, problem: Problem) -> dict[Plan, Future]:
         device, target = self.machine.device, self.machine.target
-        return {plan: self.compiler.submit(Job(plan, problem, device, target)) for plan in listed}
+        return {
+            plan: self.compiler.submit(Job(plan, problem, device, target))
+            for plan in self._candidates(problem)
+        }
 
     def _cost(self, problem: Problem, count: int) -> float:
         """Seconds that a cell is expected to take."""
@@ -363,6 +410,17 @@ class Tuner:
             if self.report.unsaved is None:
                 self.progress.note(f"warning: {error}")
             self.report.unsaved = f"{len(self._pending)} cells are not stored: {error}"
+
+
+def _thorough(effort: str) -> str:
+    """The effort of a cell of which nothing is known."""
+    return "quick" if effort == "refresh" else effort
+
+
+def _passes(wanted: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """The cells to tune, float16 after the rest: it begins with the plans of bfloat16."""
+    late = [problem for problem in wanted if problem.dtype == "float16"]
+    return [problem for problem in wanted if problem.dtype != "float16"], late
 
 
 def decide(timings: dict[Plan, measure.Timing], heuristic: Plan) -> Plan:

@@ -1,7 +1,8 @@
 """What a candidate must show before it is timed: the right values, everywhere, every time.
 
 1. *Values.* Relative Frobenius error and largest row-relative error against float64 are at most
-   1.25 times those of the stock modules (norm, then linear) on the same inputs: plain rows, rows
+   1.25 times those of the stock modules (norm, linear, and what follows, each rounded) on the same
+   inputs: plain rows, rows
    with an outlier channel (×1e3), rows scaled by 1e-4…1e4 so that eps matters, a zero row; weights
    whose columns carry random gains. Every tensor that the plan allocates is filled with NaN first,
    so what it forgets to write, or reads before writing, shows.
@@ -18,10 +19,13 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flashnorm_triton.plans import Problem
 
@@ -34,6 +38,15 @@ _WEIGHT_ROWS = 8192  # widened to float64 at a time
 # Of two right fp32 results in other orders, one has twice the other's largest error now and then.
 _FLOOR = {torch.float32: 1e-6}
 _LARGEST = {torch.float16: 6e4, torch.bfloat16: 1e38, torch.float32: 1e38}
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda z: functional.relu(z).square(),
+}
 
 Run = Callable[[Tensor], Tensor]
 
@@ -53,7 +66,8 @@ class Case:
 
     ``parts``: inputs (m, K), one a call, which together are many rows even where m is 1. ``rows``:
     indices, in the parts behind one another, of the rows that ``wanted`` (rows, N) holds in
-    float64. ``stock``: the stock modules' relative and row-relative error.
+    float64. ``stock``: the stock modules' relative and row-relative error. ``epilogue``: the
+    further arguments of ``norm_linear``; every part has the same residual.
     """
 
     parts: tuple[Tensor, ...]
@@ -64,6 +78,7 @@ class Case:
     rows: Tensor
     wanted: Tensor
     stock: tuple[float, float]
+    epilogue: dict[str, Any] = field(default_factory=dict)
 
 
 def make_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -87,14 +102,46 @@ def make_case(problem: Problem, weight: Tensor, eps: float = 1e-6) -> Case:
     n, device, dtype = problem.n, weight.device, weight.dtype
     x, gain, rows = _inputs(problem, max(_LEAST_OUTPUTS // n, _LEAST_ROWS), dtype, device)
     bias = torch.randn(n, device=device).to(dtype) if problem.has_bias else None
-    normed, stock_normed = _normed(x[rows], gain, eps)
+    normed, stock_normed = _normed(x[rows], gain, eps, problem.centred)
     wanted = torch.cat([normed @ some.double().T for some in weight.split(_WEIGHT_ROWS)], dim=1)
-    # Stock modules as transformers writes them: the norm in fp32, its result rounded, the linear.
-    got = torch.nn.functional.linear(stock_normed, weight, bias)
     if bias is not None:
         wanted += bias.double()
-    parts = x.split(problem.m)
-    return Case(parts, weight, gain, bias, eps, rows, wanted, _errors(got, wanted))
+    # Stock modules as transformers writes them: each of them rounds its result.
+    got = functional.linear(stock_normed, weight, bias)
+    epilogue = _epilogue(problem, weight, gain)
+    residual = epilogue.get("residual")
+    wanted = _finish(wanted, problem, residual, rows)
+    got = _finish(got, problem, residual, rows)
+    parts, stock = x.split(problem.m), _errors(got, wanted)
+    return Case(parts, weight, gain, bias, eps, rows, wanted, stock, epilogue)
+
+
+def _epilogue(problem: Problem, weight: Tensor, gain: Tensor | None) -> dict[str, Any]:
+    """The arguments of ``norm_linear`` that a plain problem has not."""
+    found: dict[str, Any] = {}
+    if problem.centred:
+        parts = weight.split(_WEIGHT_ROWS)
+        gains = 1.0 if gain is None else gain.double()
+        found["row_sums"] = torch.cat([(some.double() * gains).sum(1) for some in parts]).float()
+    if problem.has_residual:
+        residual = torch.randn(problem.m, problem.width, device=weight.device)
+        found["residual"] = residual.to(weight.dtype)
+    if problem.activation:
+        found["activation"] = problem.activation
+    if problem.gated:
+        found["gated"] = True
+    return found
+
+
+def _finish(z: Tensor, problem: Problem, residual: Tensor | None, rows: Tensor) -> Tensor:
+    """What follows the linear, operation by operation in z's dtype."""
+    activate = _ACTIVATIONS[problem.activation]
+    if problem.gated:
+        gate, up = z.chunk(2, -1)
+        z = activate(gate) * up
+    else:
+        z = activate(z)
+    return z if residual is None else z + residual[rows % problem.m].to(z.dtype)
 
 
 def make_norm_case(problem: Problem, device: torch.device | str, eps: float = 1e-6) -> Case:
@@ -115,11 +162,16 @@ def _inputs(
     return x, gain, _spread(len(x), device)
 
 
-def _normed(x: Tensor, gain: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _normed(
+    x: Tensor, gain: Tensor | None, eps: float, centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """The norm of x in float64, and as the stock module has it: in fp32, rounded to x's dtype."""
     found = []
     for wide in (x.double(), x.float()):
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if centred:
+            normed = functional.layer_norm(wide, wide.shape[-1:], eps=eps)
+        else:
+            normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         found.append(normed if gain is None else normed * gain.to(wide.dtype))
     return found[0], found[1].to(x.dtype)
 
