@@ -384,6 +384,8 @@ def main(argv: Sequence[str]) -> int:
     if args.untuned:
         os.environ["FLASHNORM_TABLES"] = "off"
         tables.forget()
+    # Processes compile side by side already; pools of their own would only cost their start.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # A plan that gave way would be timed under the name of the plan that was chosen.
     warnings.filterwarnings("error", message="flashnorm_triton", category=RuntimeWarning)
     try:
