@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +10,7 @@ import typer
 
 from flashnorm_triton.checkpoints.command import fold
 from flashnorm_triton.tuning.command import tune
+from flashnorm_triton.tuning.info import info
 
 app = typer.Typer(
     name="flashnorm",
@@ -124,40 +122,7 @@ def _skeleton(model: str) -> Any:
 
 app.command()(tune)
 app.command()(fold)
-
-
-@app.command()
-def info() -> None:
-    """Print the device, the versions, and which plans norm_linear uses here, and why."""
-    import torch
-    from rich.console import Console
-
-    from flashnorm_triton import __version__, runtime
-    from flashnorm_triton.tables import Gpu
-    from flashnorm_triton.tuning.command import plan_table, table_lines
-
-    console = Console()
-    console.print(f"flashnorm_triton {__version__} on Python {platform.python_version()}")
-    for name in ("torch", "triton", "transformers"):
-        try:
-            console.print(f"  {name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            console.print(f"  {name} is not installed")
-    if not torch.cuda.is_available():
-        console.print(f"GPU: none that torch can use; CPU threads: {os.cpu_count()}")
-    reason = runtime.triton_unavailable()
-    if reason:
-        console.print(f"Triton kernels: not used, {reason}")
-        console.print("norm_linear runs in plain torch at every size")
-        return
-    index = torch.cuda.current_device()
-    facts = runtime.device_facts(index)
-    gpu = Gpu(torch.cuda.get_device_name(index), facts.sm_count, facts.capability)
-    console.print(f"GPU: {gpu.name}, {gpu.sm_count} multiprocessors")
-    console.print("Triton kernels: used")
-    for line in table_lines(gpu):
-        console.print(f"  {line}", soft_wrap=True)
-    console.print(plan_table(gpu, facts, [(2048, 3072), (2048, 16384)]))
+app.command()(info)
 
 
 if __name__ == "__main__":

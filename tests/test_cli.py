@@ -124,9 +124,50 @@ def test_info_says_what_runs_here() -> None:
     assert done.exit_code == 0, done.output
     for words in (__version__, "torch", "Triton kernels:"):
         assert words in done.output
-    assert ("norm_linear runs in plain torch" in done.output) != (
-        "Plans in bfloat16" in done.output
-    )
+    assert ("norm_linear runs in plain torch" in done.output) != ("Plans on" in done.output)
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch and runtime as they answer on an H200, and no table of the user's."""
+    import torch
+
+    from flashnorm_triton import runtime, tables
+    from flashnorm_triton.plans import Device
+
+    monkeypatch.setenv("FLASHNORM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "240")
+    monkeypatch.setattr(runtime, "triton_unavailable", lambda: None)
+    monkeypatch.setattr(runtime, "device_facts", lambda index: Device("cuda", 90, 132, True))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    tables.forget()
+
+
+def test_info_shows_the_cells_one_asks_for(an_h200: None, tmp_path: Path) -> None:
+    output = call("info", "--shapes", "576:960,40:48", "--dtype", "bf16,fp16").output
+    assert "shipped: nvidia_h200.json" in output and "your table: none" in output
+    assert "40 → 48 float16" in output and "no table has this cell" in output
+    assert "centred" in call("info", "--shapes", "64:64", "--epilogue", "centred").output
+    from flashnorm_triton.demo_model import FOLDER
+
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert f"{config['hidden_size']} → " in call("info", "--model", str(FOLDER)).output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--shapes", "64"), "'64' is no shape"),
+        (("--shapes", "1:1", "--model", "m"), "not both"),
+        (("--dtype", "int4"), "'int4'"),
+        (("--epilogue", "tanh"), "'tanh' is no epilogue"),
+        (("--model", "./nowhere"), "no file or folder"),
+    ],
+)
+def test_info_names_what_it_cannot_read(words: tuple[str, ...], message: str) -> None:
+    done = call("info", *words)
+    assert done.exit_code == 2 and message in done.output
 
 
 @pytest.mark.gpu

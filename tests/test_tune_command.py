@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from flashnorm_triton import results, tables
 from flashnorm_triton.plans import Device, Plan, Problem
 from flashnorm_triton.tables import Entry, Gpu, Key, Run, Table
-from flashnorm_triton.tuning import command, progress, run, sites, tuner
+from flashnorm_triton.tuning import command, info, progress, run, sites, tuner
 
 H200 = Gpu("NVIDIA H200", 132, 90)
 DEVICE = Device("cuda", 90, 132, gluon=True)
@@ -244,14 +244,14 @@ def stored(kernel_hash: str, plan: Plan, m: int = 16) -> dict[Key, Entry]:
 
 def test_info_says_which_tables_there_are_and_which_are_stale():
     plan = Plan("single_pass", "gemv", 1, 4, 256)
-    assert "your table: none" in command.table_lines(H200)[0]
+    assert "your table: none" in info.table_lines(H200)[0]
     tables.write(tables.user_path(H200), Table(H200, stored("0" * 40, plan)))
     fresh = stored(results.kernel_hash(), plan)
     tables.write(tables.SHIPPED / "nvidia_h200.json", Table(H200, fresh))
     h100 = Gpu("NVIDIA H100 80GB HBM3", 132, 90)
     tables.write(tables.SHIPPED / "nvidia_h100.json", Table(h100, fresh))
     (tables.SHIPPED / "zz.json").write_text("{")
-    user, *shipped = command.table_lines(H200)
+    user, *shipped = info.table_lines(H200)
     assert "1 cells, 2026-01-31 to 2026-01-31; 1 cells stale" in user
     assert "stale" not in shipped[0] and "nvidia_h200.json" in shipped[0]
     assert any("not used" in line and "zz.json" in line for line in shipped)
@@ -262,14 +262,14 @@ def test_info_says_which_table_serves_which_cell_and_why(monkeypatch):
     plan = Plan("single_pass", "hopper_swap", 16, 64, 128, 4, 6, in_flight=1)
     tables.write(tables.user_path(H200), Table(H200, stored("0" * 40, plan)))
     console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(command.plan_table(H200, DEVICE, [(2048, 3072)]))
+    console.print(info.plan_table(H200, DEVICE, sites.problems([sites.Site(2048, 3072)])))
     text = console.export_text()
     line = next(line for line in text.splitlines() if "nvidia_h200-132.json" in line)
     assert "2048 → 3072" in line and " 16…" in line and "in_flight=1" in line
-    assert "1.32x unfused" in line and "2026-01-31" in line
+    assert "1.32x unfused" in line and "2026-01-31" in line and "other kernel sources" in line
     assert "no table has this cell" in text
     monkeypatch.setenv("FLASHNORM_TABLES", "off")
-    assert command.table_lines(H200)[-1] == "FLASHNORM_TABLES=off"
+    assert info.table_lines(H200)[-1] == "FLASHNORM_TABLES=off"
 
 
 # How a run shows itself

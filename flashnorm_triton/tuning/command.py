@@ -1,4 +1,4 @@
-"""``flashnorm tune``, and what ``flashnorm info`` says of the tables."""
+"""``flashnorm tune``."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-from flashnorm_triton import tables
-from flashnorm_triton.plans import Device, Problem
-from flashnorm_triton.tables import Gpu, Table
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 # What a restarted command must know: how often it was, and since when --force holds.
 _RESTARTS, _SINCE = "FLASHNORM_TUNE_RESTARTS", "FLASHNORM_TUNE_SINCE"
@@ -128,73 +120,3 @@ def _restart(why: str) -> None:
     os.environ[_RESTARTS] = str(count)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def table_lines(gpu: Gpu) -> list[str]:
-    """What each table that may serve a GPU holds, one line each, in the order of lookups."""
-    found = list(tables.survey(gpu))
-    lines = [_line(source, path, table) for source, path, table in found]
-    if all(source != "user" for source, _, _ in found):
-        lines.insert(0, f"your table: none ({_place(gpu)}); flashnorm tune makes it")
-    if os.environ.get("FLASHNORM_TABLES"):
-        lines.append(f"FLASHNORM_TABLES={os.environ['FLASHNORM_TABLES']}")
-    return lines
-
-
-def _place(gpu: Gpu) -> str:
-    try:
-        return str(tables.user_path(gpu))
-    except tables.TableError as error:
-        return str(error)
-
-
-def _line(source: str, path: Path, table: Table | Exception) -> str:
-    whose = {
-        "user": "your table",
-        "shipped": "shipped table",
-        "capability": "shipped table of a like GPU",
-    }[source]
-    if isinstance(table, Exception):
-        return f"{whose}: {path}: not used, {table}"
-    dates = sorted(entry.run.date[:10] for entry in table.entries.values())
-    when = f", {dates[0]} to {dates[-1]}" if dates else ""
-    from flashnorm_triton.results import kernel_hash  # imports torch, which --help must not
-
-    here = kernel_hash()
-    stale = sum(entry.run.kernel_hash != here for entry in table.entries.values())
-    old = f"; {stale} cells stale (tuned with other kernel sources)" if stale else ""
-    return f"{whose}: {path}: {table.gpu.name}, {len(table.entries)} cells{when}{old}"
-
-
-def plan_table(
-    gpu: Gpu, device: Device, shapes: Iterable[tuple[int, int]], dtype: str = "bfloat16"
-) -> RichTable:
-    """A rich table of the plan that serves each (K, N) × bucket of rows, from where, and why.
-
-    Rows whose plan and source are those of the bucket before are left out.
-    """
-    from rich.table import Table as RichTable
-
-    from flashnorm_triton.tuning.tuner import plan_text
-
-    table = RichTable(title=f"Plans in {dtype} on {gpu.name}")
-    for heading in ("K → N", "rows", "plan", "from", "why"):
-        table.add_column(heading, overflow="fold")
-    for k, n in shapes:
-        before = None
-        for rows in (1 << power for power in range(14)):
-            problem = Problem(dtype, rows, n, k)
-            chosen = tables.choice(problem, device, gpu.name)
-            plan = replace(chosen, reason="", entry=None)
-            if plan != before:
-                where = f"{chosen.source}: {chosen.path.name}" if chosen.path else chosen.source
-                table.add_row(f"{k} → {n}", f"{rows}…", plan_text(chosen.plan), where, _why(chosen))
-            before = plan
-    return table
-
-
-def _why(chosen: tables.Choice) -> str:
-    if chosen.entry is None:
-        return chosen.reason
-    gain = chosen.entry.baseline_us / chosen.entry.us
-    return f"{chosen.entry.us:.1f} µs, {gain:.2f}x unfused; {chosen.reason}"
