@@ -12,16 +12,66 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flashnorm_triton.models.packed import PackedSite
+from flashnorm_triton.models.source import NormSource
+from flashnorm_triton.models.weights import PackedWeights, is_transposed, sizes
 from flashnorm_triton.ops import norm_linear
+
+
+def apply_folded(
+    x: Tensor, source: NormSource, weight: Tensor, buffers: dict[str, Tensor | None]
+) -> Tensor:
+    """Norm and linear of ``x`` (..., K) where the gain and the bias are in the weight (N, K)."""
+    if x.dtype is not weight.dtype:
+        x = _widened(x, weight)
+    if source.kind == "rms":
+        return norm_linear(x, weight, source.eps, buffers["packed_bias"])
+    if source.kind == "layer":
+        sums = buffers["row_sums"]
+        return norm_linear(x, weight, source.eps, buffers["packed_bias"], row_sums=sums)
+    return functional.linear(source.squash(x), weight, buffers["packed_bias"])
+
+
+def apply_unfolded(x: Tensor, source: NormSource, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Norm and linear of ``x`` (..., K) with the stock parameters, all of them differentiable.
+
+    An RMS norm's gain goes into the launch. A LayerNorm's row sums and moved bias would have to be
+    made anew whenever a weight changes, and these weights may learn: torch's own one-launch
+    LayerNorm runs before the packed matmul instead; so does a DyT.
+    """
+    if x.dtype is not weight.dtype:
+        x = _widened(x, weight)
+    if source.kind != "rms":
+        return functional.linear(source.normalise(x), weight, bias)
+    gain = source.parameters.get("weight")
+    if source.convention == "1+w":
+        gain = 1.0 + gain.float()
+    return norm_linear(x, weight, source.eps, bias, gain)
+
+
+def refuse_to_learn(site: PackedWeights) -> None:
+    """Raise RuntimeError in a training forward of folded weights that could learn."""
+    if not torch.is_grad_enabled():
+        return
+    if site.trainable or any(
+        p is not None and p.requires_grad for view in site.views for p in view.values()
+    ):
+        remedy = "load the model again" if site.freed else "Call handle.revert()"
+        raise RuntimeError(
+            f"{site.source.name}: its gain is folded into the weights that follow, which "
+            f"cannot learn so. {remedy} and patch(model, fold=False) to train, or "
+            "model.eval() / torch.no_grad() to run it as it is"
+        )
 
 
 class FusedNormLinear(nn.Module):
     """In the norm's place: (..., K) -> (..., N), the packed outputs of every linear of the site.
 
-    ``weight`` is the stock gain (K,), unused in the forward when it is folded into the weights. The
-    output has the packed weights' dtype (under autocast, autocast's).
+    ``weight`` (and a LayerNorm's ``bias``) are the stock norm's (K,), unused in the forward when
+    they are folded into the weights. The output has the packed weights' dtype (under autocast,
+    autocast's).
 
     Raises RuntimeError in a training forward when the gain is folded and the site could learn.
     """
@@ -29,31 +79,30 @@ class FusedNormLinear(nn.Module):
     def __init__(self, site: PackedSite) -> None:
         super().__init__()
         self.site = site
-        self.eps = float(site.report.eps)
-        self.convention = site.report.convention
-        self.folded = site.folded
+        self.eps = site.source.eps
+        self.convention = site.source.convention
         self.training = site.norm.training
-        if "weight" in site.norm._parameters:
-            self._parameters["weight"] = site.gain
+        self._parameters = site.source.parameters
         self._buffers = site.buffers
         self._non_persistent_buffers_set.update(site.buffers)
         self._seen = site.generation
 
+    @property
+    def folded(self) -> bool:
+        """Whether the gain is in the packed weights."""
+        return self.site.folded
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        buffers = self._buffers
+        buffers, site = self._buffers, self.site
         weight = buffers["packed_weight"]
-        if hidden_states.dtype is not weight.dtype:
-            hidden_states = _widened(hidden_states, weight)
-        if self.folded:
+        if site.folded:
             if self.training:
-                self._refuse_to_learn()
-            return norm_linear(hidden_states, weight, self.eps, buffers["packed_bias"])
-        bias, gain = buffers["packed_bias"], self._parameters.get("weight")
-        if self.convention == "1+w":
-            gain = 1.0 + gain.float()
+                refuse_to_learn(site)
+            return apply_folded(hidden_states, site.source, weight, buffers)
+        bias = buffers["packed_bias"]
         if torch.is_grad_enabled():
             weight, bias = self._joined(weight, "weight"), self._joined(bias, "bias")
-        return norm_linear(hidden_states, weight, self.eps, bias, gain)
+        return apply_unfolded(hidden_states, site.source, weight, bias)
 
     @property
     def stock(self) -> nn.Module:
@@ -65,26 +114,16 @@ class FusedNormLinear(nn.Module):
         parts = [view.get(key) for view in self.site.views]
         if packed is None or not any(p is not None and p.requires_grad for p in parts):
             return packed
-        sizes = [stop - start for start, stop in self.site.columns]
+        rows = [stop - start for start, stop in self.site.columns]
         parts = [
             packed.new_zeros(size) if part is None else part
-            for part, size in zip(parts, sizes, strict=True)
+            for part, size in zip(parts, rows, strict=True)
         ]
+        if key == "weight" and is_transposed(self.site.linears[0]):
+            parts = [part.T for part in parts]
         if torch.compiler.is_compiling():
             return torch.cat(parts)
-        return _Joined.apply(packed, sizes, *parts)
-
-    def _refuse_to_learn(self) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if self.site.trainable or any(
-            p is not None and p.requires_grad for view in self.site.views for p in view.values()
-        ):
-            raise RuntimeError(
-                f"{self.site.report.norm}: its gain is folded into the weights that follow, which "
-                "cannot learn so. Call handle.revert() and patch(model, fold=False) to train, or "
-                "model.eval() / torch.no_grad() to run it as it is"
-            )
+        return _Joined.apply(packed, rows, *parts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedNormLinear:
         buffers, self._buffers = self._buffers, {}
@@ -92,15 +131,12 @@ class FusedNormLinear(nn.Module):
             super()._apply(fn, recurse)
         finally:
             self._buffers = buffers
-        self.site.gain = self._parameters.get("weight")
         self._seen = self.site.apply(self._seen, fn)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        self.site.gain = self._parameters.get("weight")
-        if self.folded:
-            self.site.rewrite(range(len(self.site.linears)))
+        self.site.norm_loaded()
 
     def extra_repr(self) -> str:
         """Class of the norm, sizes and form, for ``print(model)``."""
@@ -112,26 +148,79 @@ class FusedNormLinear(nn.Module):
         )
 
 
-class PackedSlice(nn.Linear):
-    """In a linear's place: takes its columns of the packed output (..., N) -> (..., out_features).
+class Replacing:
+    """What stands in a linear's place: parameters that are views of packed ones, by stock names.
 
-    ``weight`` and ``bias`` are views of the packed tensors, under the stock names. When the gain is
-    folded, ``weight`` is W·diag(g), while ``state_dict`` and ``load_state_dict`` speak of W.
+    When the gain is folded, ``weight`` is W·diag(g), while ``state_dict`` and ``load_state_dict``
+    speak of W. For a module class that comes after it in the order of bases.
+    """
+
+    def _stand_in(self, weights: PackedWeights, index: int) -> None:
+        stock = weights.linears[index]
+        for key in ("in_features", "out_features", "nx", "nf"):
+            if hasattr(stock, key):
+                setattr(self, key, getattr(stock, key))
+        self.training = stock.training
+        self.weights = weights
+        self.index = index
+        self._parameters = weights.views[index]
+        self._seen = weights.generation
+
+    @property
+    def stock(self) -> nn.Module:
+        """The stock linear, which waits outside the model."""
+        return self.weights.linears[self.index]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused: a parameter of its own would no longer be part of the packed weights."""
+        raise RuntimeError(
+            f"cannot replace {name!r} of a linear that is packed with its norm "
+            f"({self.weights.source.name}): call handle.revert() first"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._seen = self.weights.apply(self._seen, fn)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.weights.keeps_stock:
+            self.stock._save_to_state_dict(destination, prefix, keep_vars)
+        else:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if self.weights.keeps_stock:
+            self.stock._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        else:
+            # Assigning would take the parameter out of the packed weights: copy into them.
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self.weights.folded:
+            self.weights.rewrite([self.index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_parameters"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        views = state["weights"].views
+        super().__setstate__({**state, "_parameters": views[state["index"]]})
+
+
+class Columns(Replacing):
+    """Takes its columns of the packed output (..., N) -> (..., out_features).
 
     Raises ValueError for an input that is not the site's packed output.
     """
 
     def __init__(self, site: PackedSite, index: int) -> None:
         nn.Module.__init__(self)
-        stock = site.linears[index]
-        self.in_features, self.out_features = stock.in_features, stock.out_features
-        self.training = stock.training
+        self._stand_in(site, index)
         self.site = site
-        self.index = index
-        self.start = site.columns[index][0]
+        self.start, stop = site.columns[index]
+        self.size = stop - self.start
         self.width = site.width
-        self._parameters = site.views[index]
-        self._seen = site.generation
 
     def forward(self, packed: Tensor) -> Tensor:
         if packed.shape[-1] != self.width:
@@ -140,56 +229,31 @@ class PackedSlice(nn.Linear):
                 f"({self.site.report.norm}) and takes that module's packed output, "
                 f"{self.width} columns; call handle.revert() to use it on other inputs"
             )
-        if self.out_features == self.width:
+        if self.size == self.width:
             return packed
-        return packed.narrow(-1, self.start, self.out_features)
-
-    @property
-    def stock(self) -> nn.Linear:
-        """The stock linear, which waits outside the model."""
-        return self.site.linears[self.index]
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refused: a parameter of its own would no longer be part of the packed weights."""
-        raise RuntimeError(
-            f"cannot replace {name!r} of a linear that is packed with its norm "
-            f"({self.site.report.norm}): call handle.revert() first"
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedSlice:
-        self._seen = self.site.apply(self._seen, fn)
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.site.folded:
-            self.stock._save_to_state_dict(destination, prefix, keep_vars)
-        else:
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        if self.site.folded:
-            self.stock._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-            self.site.rewrite([self.index])
-            return
-        # Assigning would take the parameter out of the packed weights: copy into them.
-        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_parameters"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_parameters": state["site"].views[state["index"]]})
+        return packed.narrow(-1, self.start, self.size)
 
     def extra_repr(self) -> str:
         """Sizes and columns, for ``print(model)``."""
         bias = self._parameters.get("bias") is not None
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, "
-            f"columns {self.start}:{self.start + self.out_features} of {self.width}"
+            f"in_features={sizes(self.stock)[0]}, out_features={self.size}, bias={bias}, "
+            f"columns {self.start}:{self.start + self.size} of {self.width}"
         )
+
+
+class PackedSlice(Columns, nn.Linear):
+    """The columns of one ``nn.Linear``."""
+
+
+def packed_slice(site: PackedSite, index: int) -> nn.Module:
+    """What stands in the place of the site's linear number ``index``."""
+    if is_transposed(site.linears[index]):
+        # transformers is there, since the model has a Conv1D; without it nothing needs it.
+        from flashnorm_triton.models.conv1d import PackedConv1D
+
+        return PackedConv1D(site, index)
+    return PackedSlice(site, index)
 
 
 class _Joined(torch.autograd.Function):

@@ -1,0 +1,14 @@
+"""Stand-ins for transformers' Conv1D, a linear whose weight is kept transposed, as (K, N)."""
+
+from __future__ import annotations
+
+from transformers.pytorch_utils import Conv1D
+
+from flashnorm_triton.models.fused import Columns
+
+
+class PackedConv1D(Columns, Conv1D):
+    """The columns of one ``Conv1D``; its ``weight`` is a transposed view of the packed rows."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
