@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers.pytorch_utils import Conv1D
 
 from flashnorm_triton.models.fused import Columns
+from flashnorm_triton.models.normed import Normalising
 
 
 class PackedConv1D(Columns, Conv1D):
@@ -12,3 +13,7 @@ class PackedConv1D(Columns, Conv1D):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"
+
+
+class NormedConv1D(Normalising, Conv1D):
+    """A ``Conv1D`` that normalises its input, the gain in its own weights."""

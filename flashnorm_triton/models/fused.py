@@ -24,8 +24,7 @@ def apply_folded(
     x: Tensor, source: NormSource, weight: Tensor, buffers: dict[str, Tensor | None]
 ) -> Tensor:
     """Norm and linear of ``x`` (..., K) where the gain and the bias are in the weight (N, K)."""
-    if x.dtype is not weight.dtype:
-        x = _widened(x, weight)
+    x = widened(x, weight)
     if source.kind == "rms":
         return norm_linear(x, weight, source.eps, buffers["packed_bias"])
     if source.kind == "layer":
@@ -41,8 +40,7 @@ def apply_unfolded(x: Tensor, source: NormSource, weight: Tensor, bias: Tensor |
     made anew whenever a weight changes, and these weights may learn: torch's own one-launch
     LayerNorm runs before the packed matmul instead; so does a DyT.
     """
-    if x.dtype is not weight.dtype:
-        x = _widened(x, weight)
+    x = widened(x, weight)
     if source.kind != "rms":
         return functional.linear(source.normalise(x), weight, bias)
     gain = source.parameters.get("weight")
@@ -269,8 +267,10 @@ class _Joined(torch.autograd.Function):
         return None, None, *grad.split(ctx.sizes)
 
 
-def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
+def widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
     """As stock modules do: a narrower input meets wider weights in the wider dtype."""
+    if hidden_states.dtype is weight.dtype:
+        return hidden_states
     if torch.promote_types(hidden_states.dtype, weight.dtype) == weight.dtype:
         return hidden_states.to(weight.dtype)
     return hidden_states

@@ -27,6 +27,10 @@ class Options:
     revertible: bool = True
 
 
+class Declined(Exception):
+    """Raised by an installer that finds nothing to gain at its site: the norm is kept, no fault."""
+
+
 class Installer:
     """One site of a model being patched. Subclasses change nothing before ``take``.
 
@@ -66,7 +70,17 @@ _INSTALLERS: dict[tuple[str, str], str] = {
     ("norm_only", ""): "flashnorm_triton.models.norm_only:NormOnlySite",
     ("cancel", ""): "flashnorm_triton.models.cancel_sites:CancelInstaller",
     ("partial", ""): "flashnorm_triton.models.cancel_sites:CancelInstaller",
+    ("fuse", "passthrough"): "flashnorm_triton.models.passthrough:PassthroughSite",
 }
+
+
+def has_installer(report: SiteReport) -> bool:
+    """Whether a site's decision can be carried out."""
+    return report.decision == "keep" or _home(report) is not None
+
+
+def _home(report: SiteReport) -> str | None:
+    return _INSTALLERS.get((report.decision, report.form)) or _INSTALLERS.get((report.decision, ""))
 
 
 def installer_for(report: SiteReport) -> type[Installer] | None:
@@ -76,12 +90,9 @@ def installer_for(report: SiteReport) -> type[Installer] | None:
     """
     if report.decision == "keep":
         return None
-    key = (report.decision, getattr(report, "form", ""))
-    if key == ("fuse", ""):
-        key = ("fuse", "packed")
-    home = _INSTALLERS.get(key) or _INSTALLERS.get((key[0], ""))
+    home = _home(report)
     if home is None:
-        raise LookupError(f"no installer for decision {key[0]!r} in form {key[1]!r}")
+        raise LookupError(f"no installer for decision {report.decision!r}, form {report.form!r}")
     module, _, name = home.partition(":")
     return getattr(importlib.import_module(module), name)
 

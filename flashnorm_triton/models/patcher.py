@@ -13,8 +13,10 @@ from torch import nn
 
 from flashnorm_triton.models.auditor import audit
 from flashnorm_triton.models.installers import (
+    Declined,
     Installer,
     Options,
+    has_installer,
     installer_for,
     replacements_in,
     sites_of,
@@ -174,15 +176,10 @@ _FAILED = "could not be patched: "
 
 
 def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) -> AuditReport:
-    report = audit(model, example_inputs=example_inputs, cancel=options.cancel)
+    report = audit(model, example_inputs=example_inputs, cancel=options.cancel, head=options.head)
     # What no installer carries out stays as it is.
-    sites = (site if _has_installer(site) else _left(site) for site in report.sites)
+    sites = (site if has_installer(site) else _left(site) for site in report.sites)
     return replace(report, sites=tuple(sites))
-
-
-def _has_installer(site: SiteReport) -> bool:
-    packed = site.kind == "rms" and set(site.consumer_kinds) <= {"linear"}
-    return site.decision in ("keep", "norm_only") or (site.form == "packed" and packed)
 
 
 def _left(site: SiteReport) -> SiteReport:
@@ -203,6 +200,8 @@ def _install_all(
             try:
                 site = done[found.norm] = _install(model, found, make, options, places, watch)
                 found = site.report
+            except Declined as why:
+                found = replace(found, decision="keep", reason=str(why), launches_saved=0)
             except Exception as error:
                 found = _kept(found, error)
         entries.append(found)
