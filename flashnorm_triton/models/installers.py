@@ -67,6 +67,7 @@ class Installer:
 # decision, form -> where the class is; imported when first needed, so that rooms stay apart.
 _INSTALLERS: dict[tuple[str, str], str] = {
     ("fuse", "packed"): "flashnorm_triton.models.packed:PackedSite",
+    ("fuse", "experts"): "flashnorm_triton.models.experts:ExpertsSite",
     ("norm_only", ""): "flashnorm_triton.models.norm_only:NormOnlySite",
     ("cancel", ""): "flashnorm_triton.models.cancel_sites:CancelInstaller",
     ("partial", ""): "flashnorm_triton.models.cancel_sites:CancelInstaller",

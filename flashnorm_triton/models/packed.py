@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from flashnorm_triton.models.installers import Installer, Options
+from flashnorm_triton.models.installers import Declined, Installer, Options
 from flashnorm_triton.models.report import SiteReport
 from flashnorm_triton.models.source import NormSource
 from flashnorm_triton.models.weights import PackedWeights
@@ -26,6 +26,13 @@ class PackedSite(PackedWeights, Installer):
         PackedWeights.__init__(self, source, linears, fold, options.revertible)
         if self.spoilt:
             self.report = replace(report, reason=f"{report.reason}; {SPOILT}")
+        if source.kind != "rms" and not self.folded:
+            if len(linears) == 1:
+                raise Declined(
+                    f"{self.report.reason}; without a fold a norm of kind {report.kind!r} and one "
+                    "linear stay the launches that they are"
+                )
+            self.report = replace(self.report, launches_saved=len(linears) - 1)
 
     def replacements(self) -> dict[str, nn.Module]:
         """One module in the norm's place, one in each linear's."""

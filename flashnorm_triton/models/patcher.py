@@ -184,7 +184,11 @@ def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) 
 
 def _left(site: SiteReport) -> SiteReport:
     reason = f"{site.decision} {site.form}: no installer; {site.reason}"
-    return replace(site, decision="keep", reason=reason, launches_saved=0)
+    return _unchanged(site, reason)
+
+
+def _unchanged(site: SiteReport, reason: str) -> SiteReport:
+    return replace(site, decision="keep", form="", reason=reason, launches_saved=0)
 
 
 def _install_all(
@@ -201,7 +205,7 @@ def _install_all(
                 site = done[found.norm] = _install(model, found, make, options, places, watch)
                 found = site.report
             except Declined as why:
-                found = replace(found, decision="keep", reason=str(why), launches_saved=0)
+                found = _unchanged(found, str(why))
             except Exception as error:
                 found = _kept(found, error)
         entries.append(found)
@@ -235,7 +239,7 @@ def _install(
 def _kept(report: SiteReport, error: Exception) -> SiteReport:
     lines = str(error).strip().splitlines()
     why = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
-    return replace(report, decision="keep", reason=f"{_FAILED}{why}", launches_saved=0)
+    return _unchanged(report, f"{_FAILED}{why}")
 
 
 def _restore(model: nn.Module) -> None:
