@@ -75,15 +75,6 @@ _INSTALLERS: dict[tuple[str, str], str] = {
 }
 
 
-def has_installer(report: SiteReport) -> bool:
-    """Whether a site's decision can be carried out."""
-    return report.decision == "keep" or _home(report) is not None
-
-
-def _home(report: SiteReport) -> str | None:
-    return _INSTALLERS.get((report.decision, report.form)) or _INSTALLERS.get((report.decision, ""))
-
-
 def installer_for(report: SiteReport) -> type[Installer] | None:
     """The class that carries out a site's decision; None when the norm is kept as it is.
 
@@ -91,7 +82,8 @@ def installer_for(report: SiteReport) -> type[Installer] | None:
     """
     if report.decision == "keep":
         return None
-    home = _home(report)
+    key = (report.decision, report.form)
+    home = _INSTALLERS.get(key) or _INSTALLERS.get((report.decision, ""))
     if home is None:
         raise LookupError(f"no installer for decision {report.decision!r}, form {report.form!r}")
     module, _, name = home.partition(":")

@@ -16,7 +16,6 @@ from flashnorm_triton.models.installers import (
     Declined,
     Installer,
     Options,
-    has_installer,
     installer_for,
     replacements_in,
     sites_of,
@@ -119,7 +118,7 @@ def patch(
             "are no weights to fold: load it onto a device first; audit(model) works as it is"
         )
     options = Options(fold, cancel, head, revertible)
-    report = _audited(model, options, example_inputs)
+    report = audit(model, example_inputs=example_inputs, cancel=cancel, head=head)
     sites = sites_of(model)
     if sites:
         warnings.warn(
@@ -173,18 +172,6 @@ def patched(
 
 
 _FAILED = "could not be patched: "
-
-
-def _audited(model: nn.Module, options: Options, example_inputs: ExampleInputs) -> AuditReport:
-    report = audit(model, example_inputs=example_inputs, cancel=options.cancel, head=options.head)
-    # What no installer carries out stays as it is.
-    sites = (site if has_installer(site) else _left(site) for site in report.sites)
-    return replace(report, sites=tuple(sites))
-
-
-def _left(site: SiteReport) -> SiteReport:
-    reason = f"{site.decision} {site.form}: no installer; {site.reason}"
-    return _unchanged(site, reason)
 
 
 def _unchanged(site: SiteReport, reason: str) -> SiteReport:
