@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from flashnorm_triton.audit_command import audit
 from flashnorm_triton.checkpoints.command import fold
 from flashnorm_triton.tuning.command import tune
 from flashnorm_triton.tuning.info import info
@@ -65,61 +66,7 @@ def demo(
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command()
-def audit(
-    model: Annotated[
-        str, typer.Argument(help="A folder with a config.json, a hub id, or 'demo' (shipped).")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
-) -> None:
-    """Say which norms of a model can be fused, with which linears, and why not the others.
-
-    Only the model's config is read: no weights are loaded and nothing is computed.
-    """
-    skeleton = _skeleton(model)
-    from flashnorm_triton import audit as run_audit
-
-    report = run_audit(skeleton)
-    if as_json:
-        typer.echo(report.to_json())
-        return
-    from rich.console import Console
-
-    Console().print(report.table())
-
-
-def _skeleton(model: str) -> Any:
-    """The model's modules on the meta device: shapes and classes, no memory."""
-    folder = Path(model).expanduser()
-    if model == "demo":
-        from flashnorm_triton.demo_model import FOLDER as folder
-    elif folder.is_dir() and not (folder / "config.json").is_file():
-        raise _stop(f"{folder} has no config.json: give a folder written by save_pretrained")
-    elif not folder.exists() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise _stop(f"there is no folder {folder}")
-    elif folder.is_file():
-        raise _stop(f"{folder} is a file: give the folder that holds config.json")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    try:
-        config = AutoConfig.from_pretrained(folder if folder.is_dir() else model)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise _stop(
-            f"no model config found for {model!r} ({first}). Give a local folder that holds "
-            "config.json, a hub id that this machine can reach, or 'demo'."
-        ) from error
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (ValueError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise _stop(f"{model!r} is not a causal language model: {first}") from error
-
-
+app.command()(audit)
 app.command()(tune)
 app.command()(fold)
 app.command()(info)

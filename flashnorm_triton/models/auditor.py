@@ -20,6 +20,9 @@ from flashnorm_triton.models.trace import Rehearsal, Trace, Tracer
 
 _REASONS = 2  # what is told of the obstacles to one norm
 _EXPERTS = "experts"
+_APART = " (seen by tracing "
+# What head=True gives back as it is before the final norm.
+_HIDDEN_STATES = {"last_hidden_state", "hidden_states", "encoder_last_hidden_state"}
 
 
 def audit(
@@ -47,6 +50,16 @@ def audit(
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     for site in sites_of(model):
         return site.audit
+    report, _ = _whole(model, example_inputs, head)
+    if cancel:
+        from flashnorm_triton.models.cancel import cancellations
+
+        report = cancellations(model, report, cancel, example_inputs)
+    return report
+
+
+def _whole(model: nn.Module, example_inputs: Any, head: bool) -> tuple[AuditReport, set[str]]:
+    """The report of one model, parts included, and the norms that no trace has reached."""
     modules = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if is_candidate(module)}
     reader = NormReader()
@@ -57,17 +70,52 @@ def audit(
         failure = f"the model could not be copied for tracing: {type(error).__name__}: {error}"
         trace = Trace({name: Flow(name) for name in norms}, failure=failure)
         verdicts = {name: Verdict("keep", failure) for name in norms}
-        return _report(model, norms, traits, trace, verdicts)
-    trace = tracer.follow()
-    surroundings = Surroundings(modules, trace)
-    verdicts = {name: _verdict(name, traits[name], surroundings, head) for name in norms}
-    _rehearse(tracer, modules, trace, traits, verdicts)
+    else:
+        trace = tracer.follow()
+        surroundings = Surroundings(modules, trace)
+        verdicts = {name: _verdict(name, traits[name], surroundings, head) for name in norms}
+        _rehearse(tracer, modules, trace, traits, verdicts)
     report = _report(model, norms, traits, trace, verdicts)
-    if cancel:
-        from flashnorm_triton.models.cancel import cancellations
+    unseen = {name for name in norms if trace.failure or not trace.flows[name].calls}
+    if example_inputs is None:
+        report, unseen = _with_parts(modules, report, unseen, head)
+    return report, unseen
 
-        report = cancellations(model, report, cancel, example_inputs)
-    return report
+
+def _with_parts(
+    modules: dict[str, nn.Module], report: AuditReport, unseen: set[str], head: bool
+) -> tuple[AuditReport, set[str]]:
+    """Trace the parts of a model by themselves where its own forward did not lead to all norms.
+
+    A part is a model of its own (a vision tower, a decoder), with its config and main input.
+    """
+    sites = {site.norm: site for site in report.sites}
+    done: list[str] = []
+    for name, module in modules.items():
+        inside = f"{name}."
+        if not name or inside.startswith(tuple(done)) or not hasattr(module, "main_input_name"):
+            continue
+        if not hasattr(module, "config") or not any(norm.startswith(inside) for norm in unseen):
+            continue
+        done.append(inside)
+        part, still_unseen = _whole(module, None, head)
+        for site in part.sites:
+            norm = inside + site.norm
+            if norm in unseen and site.norm not in still_unseen:
+                unseen = unseen - {norm}
+                sites[norm] = replace(
+                    site,
+                    norm=norm,
+                    consumers=tuple(inside + consumer for consumer in site.consumers),
+                    reason=_seen_apart(site.reason, name),
+                )
+    return replace(report, sites=tuple(sites.values())), unseen
+
+
+def _seen_apart(reason: str, part: str) -> str:
+    """The reason, and which part of the model was traced by itself to find it."""
+    told, inner, deeper = reason.partition(_APART)
+    return f"{told}{_APART}{part}{'.' if inner else ''}{deeper or ' by itself)'}"
 
 
 @dataclass(frozen=True)
@@ -128,10 +176,13 @@ def _verdict(name: str, traits: NormTraits, surroundings: Surroundings, head: bo
     obstacle = surroundings.of_norm(name, traits) or trace.failure or _values_obstacle(flow)
     if obstacle is not None:
         return Verdict("keep", obstacle)
-    if flow.returned and not head:
+    known = {key for key in flow.returned.values() if key}
+    as_documented = bool(known) and known <= _HIDDEN_STATES
+    if flow.returned and not (head and as_documented):
         told = "; ".join(list(flow.returned)[:_REASONS])
-        return Verdict("keep", f"{told} (head=True fuses it nevertheless)")
-    obstacle = surroundings.of_consumers(name, traits, may_share=bool(flow.returned))
+        option = " (head=True fuses it nevertheless)" if as_documented else ""
+        return Verdict("keep", told + option)
+    obstacle = surroundings.of_consumers(name, traits, may_share=head)
     obstacle = obstacle or _never(name, flow)
     if obstacle is not None:
         return _alone(traits, obstacle)
@@ -140,6 +191,8 @@ def _verdict(name: str, traits: NormTraits, surroundings: Surroundings, head: bo
     against = flow.against(PACKED)
     if flow.returned:
         against = [*flow.returned, *against]
+    if not foldable:
+        against.append("a weight is shared with another module")
     if len(flow.call_sets) > 1:
         against.append("its output does not go to the same modules at every call")
     biased = [path for path in flow.scaled if _has_bias(surroundings.modules[path])]

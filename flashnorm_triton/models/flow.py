@@ -148,6 +148,8 @@ class Follower(TorchFunctionMode):
                 return self._product(func, args, kwargs, tags[0], *weights[0])
             if func in known.SCALINGS:
                 return self._follow(func, args, kwargs, tags[0])
+            if func in known.MODELLED_ON and args and self.tag_of(args[0]) is None:
+                return self._model(func, args, kwargs, tags[0])
         return self._obstruct(func, args, kwargs, tags)
 
     def _weights_in(self, inputs: list[Any]) -> list[tuple[str, Tensor]]:
@@ -170,7 +172,10 @@ class Follower(TorchFunctionMode):
     ) -> Any:
         """A product of the followed tensor with a weight of the module whose code is running."""
         result = known.answer(func, *_map_leaves((args, kwargs), _plain))
-        if owner != self.stack[-1] or owner in self.closed:
+        here = self.stack[-1]
+        if here and owner.startswith(f"{here}."):
+            owner = here  # the code of a module uses the weight of its child: it is the reader
+        if owner != here or owner in self.closed:
             tag.flow.obstruct(
                 f"its output is read by {known.name_of(func)} with the weight of "
                 f"{owner or 'the model'} in {self.where()}"
@@ -191,11 +196,7 @@ class Follower(TorchFunctionMode):
             tuple.__getitem__(shape, -1).flow = tag.flow
             return shape if len(args) + len(kwargs) == 1 else shape[_only(args[1:], kwargs)]
         if func in known.LIKE:
-            tag.flow.obstruct(
-                f"{known.name_of(func)} in {self.where()} makes a tensor of its output's shape",
-                PACKED,
-            )
-            return func(*plain_args, **plain_kwargs)
+            return self._model(func, args, kwargs, tag)
         if func in known.SCALINGS and known.is_scaling(args, kwargs):
             result = func(*plain_args, **plain_kwargs)
             tag.flow.obstruct(
@@ -226,6 +227,13 @@ class Follower(TorchFunctionMode):
             )
         self.tag(result, tag)
         return result
+
+    def _model(self, func: Any, args: tuple[Any, ...], kwargs: dict, tag: Tag) -> Any:
+        """A function that reads no more of the followed tensor than its shape and dtype."""
+        tag.flow.obstruct(
+            f"{known.name_of(func)} in {self.where()} makes a tensor of its output's shape", PACKED
+        )
+        return known.answer(func, *_map_leaves((args, kwargs), _plain))
 
     def _note_write(self, func: Any, args: tuple[Any, ...]) -> None:
         """A change in place of what a norm was given: its output must not be that very tensor."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from flashnorm_triton.models.linears import stand_in_for
 
 _EPS_NAMES = ("variance_epsilon", "eps")
+# For a class that keeps its epsilon in its code: tried one by one.
+_LITERAL_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
 _UNGAINED_SIZE = 64
 _TOLERANCE = 1e-4
 
@@ -88,8 +90,21 @@ def _probe(module: nn.Module) -> NormTraits:
     alpha = _alpha(module)
     if alpha is not None:
         del parameters["alpha"]
-    has_buffers = any(b is not None for b in module._buffers.values())
     epsilons = _eps_values(module)
+    if not epsilons and alpha is None and not any(hasattr(module, name) for name in _EPS_NAMES):
+        tried = (_run(module, parameters, None, [eps]) for eps in _LITERAL_EPSILONS)
+        return next((traits for traits in tried if traits.kind != "other"), _OTHER)
+    return _run(module, parameters, alpha, epsilons)
+
+
+def _run(
+    module: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    alpha: nn.Parameter | None,
+    epsilons: list[float],
+) -> NormTraits:
+    """Run the class on a stand-in and compare with every formula, for each of the epsilons."""
+    has_buffers = any(b is not None for b in module._buffers.values())
     unclear = has_buffers or not (epsilons or alpha is not None)
     if unclear or not set(parameters) <= {"weight", "bias"}:
         return _OTHER

@@ -8,7 +8,6 @@ is a fake tensor: shapes and dtypes without memory. Running it tells how data fl
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# Sizes no hidden size is likely to equal, so that a transposed tensor cannot pass for a plain one.
-_BATCH, _LENGTH = 2, 7
+from flashnorm_triton.models.examples import BATCH, accepted_arguments
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -87,57 +85,50 @@ def make_shadow(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
 
 def run_once(
     shadow: nn.Module,
-    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None,
+    inputs: Mapping[str, Any] | tuple[Any, ...],
+    options: Mapping[str, Any],
     visit_output: Callable[[Any], None],
     decode: bool,
 ) -> None:
     """Run the double over a few tokens and, for ``decode``, with its cache over one token more.
 
-    To be called under a fake tensor mode.
-
-    ``example_inputs`` are keyword (mapping) or positional (tuple) arguments; None means token ids.
-    ``visit_output`` is shown what each of the passes returned.
-
-    Raises TypeError when the model takes no token ids and no example is given.
+    To be called under a fake tensor mode. ``inputs`` are keyword (mapping) or positional (tuple)
+    arguments, ``options`` keyword arguments beside them. ``visit_output`` is shown what each of the
+    passes returned.
     """
-    if example_inputs is not None:
-        faked = torch.utils._pytree.tree_map_only(
-            Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), example_inputs
-        )
-        is_mapping = isinstance(faked, Mapping)
-        visit_output(shadow(**faked) if is_mapping else shadow(*faked))
+    if not isinstance(inputs, Mapping):
+        visit_output(shadow(*inputs))
         return
-    takes = _accepted_arguments(shadow)
-    if "input_ids" not in takes:
-        raise TypeError(
-            f"{type(shadow).__name__}.forward takes no input_ids: pass example_inputs=, a dict of "
-            "keyword arguments or a tuple of positional ones"
-        )
-    tokens: dict[str, Any] = {"input_ids": torch.zeros(_BATCH, _LENGTH, dtype=torch.long)}
-    if "decoder_input_ids" in takes:
-        tokens["decoder_input_ids"] = torch.zeros(_BATCH, _LENGTH, dtype=torch.long)
-    wanted = {"use_cache": True, "output_hidden_states": True}
-    open_ended = "kwargs" in takes and hasattr(shadow, "config")
-    options = {name: value for name, value in wanted.items() if name in takes or open_ended}
-    result = shadow(**tokens, **options)
+    result = shadow(**inputs, **options)
     visit_output(result)
+    takes = accepted_arguments(shadow)
     for name in ("cache", "past_key_values"):
         if not decode or name not in takes or not isinstance(result, Mapping):
             continue
         cache = result.get(name)
-        if cache is not None:
-            key = "decoder_input_ids" if "decoder_input_ids" in takes else "input_ids"
-            tokens[key] = torch.zeros(_BATCH, 1, dtype=torch.long)
-            visit_output(shadow(**tokens, **options, **{name: cache}))
+        key = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+        if cache is not None and key in inputs:
+            one_more = {**inputs, key: torch.zeros(BATCH, 1, dtype=torch.long)}
+            visit_output(shadow(**one_more, **options, **{name: cache}))
             return
 
 
-def _accepted_arguments(shadow: nn.Module) -> set[str]:
-    """The names that the model's forward takes; a wrapper's, also those of what it wraps."""
-    takes = set(inspect.signature(type(shadow).forward).parameters)
-    if "input_ids" not in takes and "kwargs" in takes:
-        for module in shadow.modules():
-            inner = set(inspect.signature(type(module).forward).parameters)
-            if "input_ids" in inner:
-                return takes | inner
-    return takes
+def options_of(shadow: nn.Module) -> list[dict[str, Any]]:
+    """Options to run the double with: as much as it may have to say, then less, then nothing."""
+    takes = accepted_arguments(shadow)
+    choices: list[dict[str, Any]] = [
+        {"use_cache": True, "output_hidden_states": True},
+        {"use_cache": False, "output_hidden_states": True},
+        {"use_cache": False},
+        {},
+    ]
+    takes_all = "kwargs" in takes and hasattr(shadow, "config")
+    kept = [{k: v for k, v in c.items() if k in takes or takes_all} for c in choices]
+    return [choice for index, choice in enumerate(kept) if choice not in kept[:index]]
+
+
+def faked(example_inputs: Any) -> Any:
+    """The example inputs with fake tensors for the real ones. Under a fake tensor mode."""
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), example_inputs
+    )

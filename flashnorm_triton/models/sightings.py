@@ -17,8 +17,8 @@ class Flow:
 
     ``consumers`` maps each module whose weights read it to its kind; ``scaled`` names those that
     read it times a number. ``obstacles`` maps each reason to the forms of fusing that it forbids;
-    ``returned`` says how the output leaves the model as well. ``readers`` are the modules that
-    were handed it, ``call_sets`` the sets of consumers of its calls.
+    ``returned`` maps how the output also leaves the model to the name it has there. ``readers``
+    are the modules that were handed it, ``call_sets`` the sets of consumers of its calls.
     """
 
     norm: str
@@ -27,7 +27,7 @@ class Flow:
     consumers: dict[str, str] = field(default_factory=dict)
     scaled: dict[str, None] = field(default_factory=dict)
     obstacles: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    returned: dict[str, None] = field(default_factory=dict)
+    returned: dict[str, str] = field(default_factory=dict)
     readers: dict[str, None] = field(default_factory=dict)
     call_sets: set[frozenset[str]] = field(default_factory=set)
 

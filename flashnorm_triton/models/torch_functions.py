@@ -56,7 +56,7 @@ VIEWS = _named(
     *("view", "reshape", "contiguous", "clone", "detach", "to", "type", "type_as", "float", "half"),
     *("bfloat16", "double", "unsqueeze", "squeeze", "transpose", "permute", "swapaxes", "flatten"),
     *("unflatten", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "narrow"),
-    *("select", "index_select", "alias", "repeat_interleave", "cpu", "cuda"),
+    *("select", "index_select", "alias", "repeat", "repeat_interleave", "cpu", "cuda"),
 )
 # Through these a module's weight stays its weight, transposed or one expert's part of it.
 WEIGHT_VIEWS = (
@@ -70,6 +70,8 @@ LIKE = _named(
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
 )
+# Of these, an argument after the first gives no more than its shape or dtype.
+MODELLED_ON = _named((Tensor, torch), "type_as", "to", "expand_as", "view_as", "reshape_as")
 PRODUCTS = {F.linear} | _named(
     (Tensor, torch),
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "einsum"),

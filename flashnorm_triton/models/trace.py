@@ -17,10 +17,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from flashnorm_triton.models.examples import guesses
 from flashnorm_triton.models.flow import Follower, leaves, memory_of
 from flashnorm_triton.models.linears import linear_kind, linear_sizes
-from flashnorm_triton.models.shadow import make_shadow, run_once
-from flashnorm_triton.models.sightings import Flow, Tag
+from flashnorm_triton.models.rows import UNSEEN
+from flashnorm_triton.models.shadow import faked, make_shadow, options_of, run_once
+from flashnorm_triton.models.sightings import PACKED, Flow, Tag
 
 # A module that asks for values there are none of (an expert loop over the tokens' choices).
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
@@ -79,6 +81,7 @@ class Tracer:
             on_meta=all(parameter.is_meta for parameter in model.parameters()),
         )
         self._example_inputs = example_inputs
+        self._call_with: tuple[Any, dict[str, Any]] | None = None
         self._stack: list[str] = []
         self._packed: dict[str, int] = {}
         self._passed: set[str] = set()
@@ -157,13 +160,49 @@ class Tracer:
                 stack.enter_context(torch.device("cpu"))
             stack.enter_context(self._fakes)
             stack.enter_context(follower)
-            run_once(self._shadow, self._example_inputs, self._returned, decode)
+            self._pass(decode)
         for tag in {id(tag): tag for _, tag in follower.tags.values()}.values():
             tag.flow.call_sets.add(frozenset(tag.consumers))
 
+    def _pass(self, decode: bool) -> None:
+        """One forward with the first inputs and options that the model takes, found out once."""
+        if self._call_with is not None:
+            inputs, options = self._call_with
+            run_once(self._shadow, inputs, options, self._returned, decode)
+            return
+        follower, first = self._follower, None
+        with follower.looking_away():
+            if self._example_inputs is not None:
+                choices = [faked(self._example_inputs)]
+            else:
+                choices = list(guesses(self._shadow))
+            all_options = options_of(self._shadow) if self._example_inputs is None else [{}]
+        for inputs in choices:
+            for options in all_options:
+                try:
+                    run_once(self._shadow, inputs, options, self._returned, decode)
+                except Exception as error:
+                    first = first or (error, self.failed_at)
+                    self._reset()
+                    continue
+                self._call_with = inputs, options
+                return
+        error, self.failed_at = first
+        raise error
+
+    def _reset(self) -> None:
+        """Forget an attempt that failed."""
+        self._stack.clear()
+        self._follower.forget()
+        self._log, self.failed_at = [], None
+        self.trace.inputs.clear()
+        self._follower.borrowed.clear()
+        for name in self.trace.flows:
+            self.trace.flows[name].__init__(name)
+
     def _returned(self, output: Any) -> None:
         for tag in self._follower.tags_in(output):
-            tag.flow.returned.setdefault("its output is also an output of the model")
+            tag.flow.returned.setdefault("its output is also an output of the model", "")
 
     def _call(
         self,
@@ -203,34 +242,51 @@ class Tracer:
         tags = follower.tags_in((args, kwargs))
         for tag in tags:
             tag.flow.readers.setdefault(name)
-        if any(parameter is not None for parameter in module._parameters.values()):
-            sources = self.trace.inputs.setdefault(name, set())
-            sources.update([tag.flow.norm for tag in tags] or [None])
+        sources = self.trace.inputs.setdefault(name, set())
+        sources.update([tag.flow.norm for tag in tags] or [None])
         if name in self.trace.flows:
             return self._norm(name, forward, args, kwargs, tags)
         kind = self.trace.kinds.get(name)
         if kind is not None and self._fits(module, args, kwargs):
             return self._linear(name, kind, module, args, kwargs, tags)
-        try:
-            output = forward(*args, **kwargs)
-        except _DEPENDS_ON_DATA:
-            first = _first(args, kwargs)
-            if first is None:
-                raise
-            with follower.looking_away():
-                output = first.new_empty(first.shape)
-            for tag in tags:
-                tag.flow.obstruct(
-                    f"its output goes into {self._follower.where()}, which depends on data"
-                )
+        output = self._unseen(name, module, forward, args, kwargs, tags)
         for tag in follower.tags_in(output):
             tag.flow.readers.setdefault(name)
             if isinstance(output, Mapping):
                 for key, value in output.items():
                     if tag in follower.tags_in(value):
                         tag.flow.returned.setdefault(
-                            f"its output is also returned as {key} by {self._follower.where()}"
+                            f"its output is also returned as {key} by {self._follower.where()}", key
                         )
+        return output
+
+    def _unseen(
+        self, name: str, module: nn.Module, forward: Any, args: Any, kwargs: Any, tags: list[Tag]
+    ) -> Any:
+        """The output of a module; a stand-in for it where its code needs data there is not."""
+        before = [(tag.flow, dict(tag.flow.obstacles)) for tag in tags]
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            first = _first(args, kwargs)
+            row = next((row for row in UNSEEN if row.fits(module, first)), None)
+            if first is None or not (row or isinstance(error, _DEPENDS_ON_DATA)):
+                raise
+        self._stack[self._stack.index(name) + 1 :] = []
+        self.failed_at = None
+        with self._follower.looking_away():
+            output = first.new_empty(
+                first.shape if row is None else row.output_shape(module, first)
+            )
+        for tag, (flow, obstacles) in zip(tags, before, strict=True):
+            if row is None:
+                flow.obstruct(
+                    f"its output goes into {self._follower.where()}, which depends on data"
+                )
+            else:  # what its parameters say replaces what was seen of its code
+                flow.obstacles = obstacles
+                self._follower.consume(tag, name, row.kind)
+                flow.obstruct(f"{self._follower.where()} depends on data: {row.reason}", PACKED)
         return output
 
     def _norm(
@@ -251,7 +307,9 @@ class Tracer:
             source = _first(args, kwargs)
             if source is not None and output.dtype != source.dtype:
                 flow.obstruct(f"it turns {source.dtype} into {output.dtype}")
-            follower.tag(output, Tag(flow, 0 if source is None else memory_of(source)))
+            with follower.looking_away():
+                memory = 0 if source is None else memory_of(source)
+            follower.tag(output, Tag(flow, memory))
         return output
 
     def _linear(
