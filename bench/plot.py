@@ -123,8 +123,9 @@ def speedup_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, Any
         row[0].set_ylim(min(0.9, min(values) - 0.04), max(1.1, max(values) + 0.04))
     for ax in axes[-1]:
         ax.set_xlabel("tokens (rows of x)")
+    untuned = ", tables hidden" if header.get("tables") == "off" else ""
     figure.suptitle(
-        "norm_linear: fastest unfused way / fused operation  (above 1 is faster)",
+        f"norm_linear{untuned}: fastest unfused way / fused operation  (above 1 is faster)",
         fontsize=11,
         x=0.01,
         ha="left",
@@ -205,8 +206,11 @@ def generate_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, An
 
 def draw(loaded: results.Results) -> Figure:
     """The figure that fits the records."""
+    kinds = {"op": speedup_figure, "mode": generate_figure}
+    kind = next((kinds[k] for k in kinds if any(k in r for r in loaded.records)), None)
+    if kind is None:
+        raise results.ResultsError("there is no figure for records of this kind, or of none")
     with matplotlib.rc_context(STYLE):
-        kind = speedup_figure if any("op" in r for r in loaded.records) else generate_figure
         return kind(loaded.header, loaded.records)
 
 

@@ -158,6 +158,17 @@ def test_nothing_to_draw_is_an_error():
     del only["speedup"]
     with pytest.raises(results.ResultsError, match="no record has a speedup"):
         plot.draw(results.Results(HEAD, (only,)))
+    with pytest.raises(results.ResultsError, match="no figure for records of this kind"):
+        plot.draw(results.Results(HEAD, ({"family": "a", "error": "no"},)))
+
+
+def test_hidden_tables_and_the_dtype_are_told():
+    untuned = results.Results(
+        {**HEAD, "tables": "off"}, (cell(SHAPES[0], 1, 1.2, dtype="float16"),)
+    )
+    told = texts(plot.draw(untuned))
+    assert "tables hidden" in told and "fused, float16" in told
+    assert "hidden" not in texts(plot.draw(operation_results(SHAPES[:1])))
 
 
 @pytest.mark.parametrize("kind", ["operation", "model"])

@@ -314,3 +314,41 @@ def test_on_a_gpu_a_short_soak_moves_no_bit(tmp_path):
     assert soak.main(argv) == 0
     (record,) = results.load(path).records
     assert record["launches"] >= 3000 and record["plain_launches"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the race is Hopper's",
+)
+def test_on_a_gpu_the_racing_form_is_caught(monkeypatch):
+    """At its first launch against float64, or, let through that, by bits that move."""
+    import racing_family
+
+    from flashnorm_triton import dispatch, launch
+    from flashnorm_triton.tuning.rig import Rig
+
+    monkeypatch.setitem(launch.FAMILIES, "tiles", racing_family.Racing)
+    monkeypatch.setattr(dispatch, "unfit", lambda *_: None)  # the gate that keeps the form out
+    member = soak_members.Member(Problem("bfloat16", 256, 6144, 4096), racing_family.RACING)
+    check = validate.check_values
+    monkeypatch.setattr(
+        validate, "check_values", lambda *a: (validate.Verdict(None, 0.0, 0.0), check(*a)[1])
+    )
+    dispatch._families.clear()
+    dispatch._ready.clear()
+    rig = Rig()
+    try:
+        with torch.no_grad():
+            ready = soak_members.make_ready(member, [torch.cuda.Stream() for _ in range(3)])
+            ready.capture(rig.backend)
+            tally = soak.soak(
+                [ready], wanted=2_000, seconds=20.0, rng=random.Random(0),
+                load=lambda us: rig.load(max(1, round(us / rig.load.us))),
+                synchronize=torch.cuda.synchronize,
+            )  # fmt: skip
+        assert sum(tally.mismatches) > 0
+    finally:
+        rig.close()
+        dispatch._families.clear()
+        dispatch._ready.clear()

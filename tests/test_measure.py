@@ -109,8 +109,9 @@ def test_a_replay_is_whole_trips_through_the_rotation_and_long_enough():
     )
     assert replay.calls == 39  # 13 calls are 52 µs; three trips are the first past 150 µs
     assert Counter(device.visited["x"]) == dict.fromkeys(range(13), 3)
+    device.replayed.clear()
     long = measure.prepare("y", candidate("y", 500.0), rotations=2, backend=device)
-    assert long.calls == 2
+    assert long.calls == 2 and device.replayed == ["y"]  # one replay told enough
 
 
 def test_the_budget_ends_a_run_only_after_the_least_rounds():
