@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from flashnorm_triton.algebra import effective_gain
 from flashnorm_triton.checks import DTYPES
 from flashnorm_triton.models.installers import Installer, Options
+from flashnorm_triton.models.placement import HOOK_ATTRIBUTES, only_moves_inputs
 from flashnorm_triton.models.report import SiteReport
 from flashnorm_triton.ops import rms_norm
 
 _PLAIN = (Tensor, nn.Parameter)
-# Instance attributes that make a module's class no longer say what it computes.
-_FORWARDS = ("forward", "_old_forward", "_hf_hook")
 
 
 class NormOnlySite(Installer):
@@ -42,11 +41,10 @@ class NormOnlySite(Installer):
                 f"{report.norm}: a {report.kind} norm with eps {report.eps} cannot be run by "
                 "rms_norm; keep it"
             )
-        replaced = [name for name in _FORWARDS if name in vars(self.norm)]
-        if replaced:
+        if "forward" in vars(self.norm) and not only_moves_inputs(self.norm):
             raise ValueError(
-                f"{report.norm}: its {replaced[0]} was set on the instance, and would be lost; "
-                "take away what set it, patch, and put it back"
+                f"{report.norm}: its forward was set on the instance, and would be lost; take away "
+                "what set it, patch, and put it back"
             )
 
     def take(self) -> None:
@@ -70,7 +68,8 @@ class NormOnly(nn.Module):
 
     def __init__(self, site: NormOnlySite) -> None:
         super().__init__()
-        vars(self).update(vars(site.norm))
+        own = vars(site.norm)
+        vars(self).update({k: v for k, v in own.items() if k not in HOOK_ATTRIBUTES})
         self.site = site
         self.convention = site.report.convention
         self.epsilon = float(site.report.eps)

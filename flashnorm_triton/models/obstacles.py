@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from flashnorm_triton.models.linears import CONV1D, FOREIGN, LINEAR, linear_sizes
 from flashnorm_triton.models.norms import NormTraits
+from flashnorm_triton.models.placement import HOOK, only_moves_inputs
 from flashnorm_triton.models.shadow import HOOK_TABLES
 from flashnorm_triton.models.trace import Trace
 
@@ -107,7 +108,7 @@ class Surroundings:
             for depth in range(len(parts)):
                 above = ".".join(parts[:depth])
                 module = self.modules.get(above)
-                if module is None or hasattr(module, "_hf_hook"):
+                if module is None or hasattr(module, HOOK):
                     continue
                 if "forward" in vars(module):
                     return f"the forward of {above or 'the model'} was replaced on the instance"
@@ -163,9 +164,10 @@ def _foreign(name: str, module: nn.Module) -> str:
 
 
 def _hook_obstacle(name: str, module: nn.Module) -> str | None:
-    if hasattr(module, "_hf_hook"):
-        return f"accelerate manages {name or 'the model'} (offloaded or spread over devices)"
-    if "forward" in vars(module):
+    if hasattr(module, HOOK):
+        if not only_moves_inputs(module):
+            return f"accelerate manages {name or 'the model'} (its weights are offloaded)"
+    elif "forward" in vars(module):
         return f"the forward of {name or 'the model'} was replaced on the instance"
     for table in HOOK_TABLES:
         for hook in (getattr(module, table, None) or {}).values():

@@ -21,6 +21,7 @@ from flashnorm_triton.models.installers import (
     sites_of,
 )
 from flashnorm_triton.models.memory import PatchMemory, Watch
+from flashnorm_triton.models.placement import carry_hook
 from flashnorm_triton.models.report import AuditReport, SiteReport
 
 ExampleInputs = Mapping[str, Any] | tuple[Any, ...] | None
@@ -215,6 +216,8 @@ def _install(
     site.take()
     try:
         modules = [(model.get_submodule(path), m) for path, m in site.replacements().items()]
+        for stock, module in modules:
+            carry_hook(stock, module)
     except BaseException:
         site.give_back()
         raise
