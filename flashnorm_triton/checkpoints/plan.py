@@ -108,9 +108,12 @@ def make_plan(source: Source, *, untie: bool = False, head: bool = True) -> Plan
     kept: dict[str, str] = {}
     parameters: dict[str, set[str]] = {}
     unknown = [name for name in names.unknown if not name.endswith(_OLD_BUFFERS)]
-    for site in audit(model).sites:
-        if site.decision not in _FOLDING or site.convention == "none":
-            kept[site.norm] = site.reason if site.decision not in _FOLDING else "it has no gain"
+    for site in audit(model, head=head).sites:
+        if site.decision not in _FOLDING or site.convention == "none" or not site.foldable:
+            reason = "a weight that reads it is shared (a tied head)"
+            if site.foldable:
+                reason = site.reason if site.decision not in _FOLDING else "it has no gain"
+            kept[site.norm] = reason
             continue
         if unknown and final in site.consumers:
             kept[site.norm] = (
@@ -145,7 +148,7 @@ def _fold(
         raise NotFollowed(f"{site.norm}.weight is not stored as it is")
     targets, parameters = [], set()
     size = source.entries[gain].shape[0]
-    for path, kind in zip(site.consumers, _kinds(site), strict=True):
+    for path, kind in zip(site.consumers, site.consumer_kinds, strict=True):
         for reader in readers(path, model.get_submodule(path), kind, size):
             parameters.add(reader.parameter)
             parts = names.parts(reader.parameter, reader.axis)
@@ -158,13 +161,14 @@ def _fold(
             raise NotFollowed(f"{tensor} is stored as {entry.dtype}")
     fold = Fold(site.norm, site.kind, site.convention, gain, None, "", tuple(targets))
     if model.get_submodule(site.norm)._parameters.get("bias") is not None:
-        return _with_bias(fold, names, source), parameters
+        return _with_bias(fold, names, source, site.form == "packed"), parameters
     return replace(fold, targets=_unbiased(fold)), parameters
 
 
-def _with_bias(fold: Fold, names: StoredNames, source: Source) -> Fold:
+def _with_bias(fold: Fold, names: StoredNames, source: Source, packed: bool) -> Fold:
     """Where the norm's own bias goes. Without a bias in every target it stays: n∘g + β is
-    (n + β/g)∘g, so it is divided by the gain that leaves it."""
+    (n + β/g)∘g, so it is divided by the gain that leaves it. So it does in a site that cannot be
+    ``packed``: there a number may stand between norm and linear."""
     stored = names.direct(f"{fold.norm}.bias")
     if stored is None:
         raise NotFollowed(f"{fold.norm}.bias is not stored as it is")
@@ -172,7 +176,7 @@ def _with_bias(fold: Fold, names: StoredNames, source: Source) -> Fold:
     bias = source.read(stored)
     if not bias.any():
         return replace(fold, targets=_unbiased(fold))
-    if all(target.bias is not None for target in fold.targets):
+    if packed and all(target.bias is not None for target in fold.targets):
         return replace(fold, bias="moved")
     divided = divided_bias(bias, gain_of(source, fold))
     limit = _HALF_LIMIT if bias.dtype == torch.float16 else torch.finfo(bias.dtype).max
@@ -254,6 +258,3 @@ def _untied(tied: Any, model: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[
 def _path_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
     return next((n for n, module in model.named_modules() if module is wanted), None)
 
-
-def _kinds(site: SiteReport) -> tuple[str, ...]:
-    return getattr(site, "consumer_kinds", ()) or ("linear",) * len(site.consumers)
