@@ -20,6 +20,8 @@ _HOME_OF = {
     "fold_checkpoint": "flashnorm_triton.checkpoints",
     "patch_class": "flashnorm_triton.models.class_level",
     "unpatch_class": "flashnorm_triton.models.class_level",
+    "verify_checkpoint": "flashnorm_triton.checkpoints",
+    "AutoFlashNormForCausalLM": "flashnorm_triton.auto",
     "tune": "flashnorm_triton.tuning.run",
 }
 

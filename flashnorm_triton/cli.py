@@ -1,4 +1,4 @@
-"""The command line: ``flashnorm demo | audit | tune | fold | info``."""
+"""The command line: ``flashnorm demo | audit | tune | fold | verify | info``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flashnorm_triton.audit_command import audit
-from flashnorm_triton.checkpoints.command import fold
+from flashnorm_triton.checkpoints.command import fold, verify
 from flashnorm_triton.tuning.command import tune
 from flashnorm_triton.tuning.info import info
 
@@ -69,6 +69,7 @@ def demo(
 app.command()(audit)
 app.command()(tune)
 app.command()(fold)
+app.command()(verify)
 app.command()(info)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 _HOME_OF = {
     "FoldResult": "flashnorm_triton.checkpoints.folding",
+    "Verification": "flashnorm_triton.checkpoints.verifying",
     "fold_checkpoint": "flashnorm_triton.checkpoints.folding",
+    "verify_checkpoint": "flashnorm_triton.checkpoints.verifying",
 }
 
 __all__ = [*_HOME_OF]

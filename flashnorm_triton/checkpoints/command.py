@@ -13,11 +13,24 @@ def _stop(message: str) -> typer.Exit:
     return typer.Exit(2)
 
 
+def _source(name: str) -> str | Path:
+    if name != "demo":
+        return name
+    from flashnorm_triton.demo_model import FOLDER
+
+    return FOLDER
+
+
 def fold(
-    src: Annotated[str, typer.Argument(help="A folder written by save_pretrained, or a hub id.")],
+    src: Annotated[
+        str, typer.Argument(help="A folder written by save_pretrained, a hub id, or 'demo'.")
+    ],
     dst: Annotated[Path, typer.Argument(help="The folder to write: absent, or empty.")],
     strict: Annotated[
         bool, typer.Option("--strict", help="Leave the folded norms' tensors out.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the result with the source afterwards.")
     ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="Convert: bfloat16, float16, float32 or float64.")
@@ -29,20 +42,72 @@ def fold(
         bool, typer.Option(help="Fold the final norm into an untied output head.")
     ] = True,
     flags: Annotated[bool, typer.Option(help="Mark config.json and the card as folded.")] = True,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPO", help="Upload the result to this hub repository.")
+    ] = None,
 ) -> None:
     """Write a copy of a model with its norm gains folded into the weights that follow.
 
-    Exit code 0 when it is written (and within the contract), 1 when --verify found it out of
-    contract, 2 when it was refused; then nothing is written.
+    Exit code 0: written, and where asked verified and pushed. 1: written, but out of contract;
+    nothing is pushed then. 2: refused, and nothing was written; or written and not pushed.
     """
     from flashnorm_triton.checkpoints import fold_checkpoint
 
     try:
         result = fold_checkpoint(
-            src, dst, strict=strict, dtype=dtype, untie=untie, head=head, flags=flags
+            _source(src), dst, strict=strict, dtype=dtype, untie=untie, head=head, flags=flags
         )
+        typer.echo(result.summary())
+        for file in result.record["left_out"]:
+            typer.echo(f"not copied, it holds the unfolded weights: {file}")
+        if result.record["head"]:
+            typer.echo("the final norm is folded too: last_hidden_state is without its gain")
+        if verify:
+            _verify(_source(src), dst, None, "cpu", "float64")
+        if push is not None:
+            from flashnorm_triton.checkpoints.push import push as upload
+
+            typer.echo(f"pushed: {upload(dst, push)}")
     except (ValueError, OSError) as error:
         raise _stop(str(error)) from error
-    typer.echo(result.summary())
-    for file in result.record["left_out"]:
-        typer.echo(f"not copied, it holds the unfolded weights: {file}")
+
+
+def verify(
+    src: Annotated[str, typer.Argument(help="The source: a folder, a hub id, or 'demo'.")],
+    dst: Annotated[str, typer.Argument(help="The folded checkpoint: a folder or a hub id.")],
+    text: Annotated[
+        Path | None, typer.Option(help="A text file, not trained on, for the perplexity.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the three models are held.")] = "cpu",
+    reference: Annotated[str, typer.Option(help="The reference's dtype: float64, float32.")] = (
+        "float64"
+    ),
+) -> None:
+    """Compare a folded checkpoint with its source: logits, perplexity, greedy choices, layers.
+
+    Exit code 0: within the contract, 1: out of it, 2: the comparison could not be made.
+    """
+    try:
+        _verify(_source(src), dst, text, device, reference)
+    except (ValueError, OSError) as error:
+        raise _stop(str(error)) from error
+
+
+def _verify(
+    src: str | Path, dst: str | Path, text: Path | None, device: str, reference: str
+) -> None:
+    import torch
+    from rich.console import Console
+
+    from flashnorm_triton.checkpoints import verify_checkpoint
+
+    dtypes = {"float64": torch.float64, "float32": torch.float32}
+    if reference not in dtypes:
+        raise ValueError(f"--reference {reference}: use float64 or float32")
+    words = None if text is None else text.expanduser().read_text(encoding="utf-8")
+    result = verify_checkpoint(src, dst, text=words, device=device, reference=dtypes[reference])
+    for table in result.tables():
+        Console().print(table)
+    if not result.passed:
+        typer.echo("out of contract")
+        raise typer.Exit(1)

@@ -257,4 +257,3 @@ def _untied(tied: Any, model: Any, shapes: dict[str, tuple[int, ...]]) -> tuple[
 
 def _path_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
     return next((n for n, module in model.named_modules() if module is wanted), None)
-
