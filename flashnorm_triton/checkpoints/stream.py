@@ -138,7 +138,7 @@ class Rewriter:
         return digest
 
     def finish(self) -> None:
-        """Write the biases that W·β was added to: float32 sum, one rounding."""
+        """Write the biases that W·β was added to: float64 sums, one rounding."""
         for name, (path, offset, dtype, stored) in self._waiting.items():
             moved = self._moved[name]
             values = (stored.to(moved.dtype) + moved).to(FLOATS[dtype])
@@ -263,7 +263,7 @@ class Product:
         self._along_row, self._row = True, 1
         if scale is not None:
             self._gain = scale.gain.to(self._wide)
-            self._beta = None if scale.beta is None else scale.beta.to(self._wide)
+            self._beta = None if scale.beta is None else scale.beta.double()
             inner = math.prod(entry.shape[scale.axis % len(entry.shape) + 1 :])
             self._along_row = inner == 1
             self._row = len(self._gain) if self._along_row else inner
@@ -293,7 +293,7 @@ class Product:
         return to_bytes(result)
 
     def moved(self) -> Tensor:
-        """W·β (N,), when all has gone by."""
+        """W·β (N,) in float64, when all has gone by."""
         return torch.cat(self._moved) if self._along_row else torch.stack(self._moved).sum(0)
 
     def _multiply(self, wide: Tensor) -> None:
@@ -302,12 +302,12 @@ class Product:
             return
         if self._along_row:
             if self._beta is not None:
-                self._moved.append(wide @ self._beta)
+                self._moved.append(wide.double() @ self._beta)
             wide.mul_(self._gain)
         else:
             index = torch.arange(self._seen, self._seen + rows) % len(self._gain)
             if self._beta is not None:
-                self._moved.append(self._beta[index] @ wide)
+                self._moved.append(self._beta[index] @ wide.double())
             wide.mul_(self._gain[index, None])
         self._seen += rows
 
