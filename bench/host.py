@@ -40,6 +40,11 @@ CALLS = 200
 OURS = "norm_linear"
 
 
+def inputs(m: int, k: int) -> Tensor:
+    """Random x (m, k) on the GPU."""
+    return torch.randn(m, k, dtype=DTYPE, device="cuda")
+
+
 def callables(x: Tensor, shape: Shape) -> dict[str, Callable[[], object]]:
     """Ours first. ``x`` is (M, K); weights and gains are random, on x's device."""
     linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
@@ -60,13 +65,14 @@ def bursts(
     *,
     repeats: int,
     each: int = CALLS,
-    synchronize: Callable[[], None] = torch.cuda.synchronize,
+    synchronize: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, measure.Timing]:
     """Host microseconds a call: ``repeats`` rounds in which every callable has one burst.
 
     The synchronisation between bursts is not counted; the first round is a warm-up and is dropped.
     """
+    synchronize = synchronize or torch.cuda.synchronize
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, call in calls.items():
@@ -125,10 +131,10 @@ def run(args: argparse.Namespace) -> int:
     facts = runtime.device_facts(torch.cuda.current_device())
     records = []
     for m in args.tokens:
-        x = torch.randn(m, SHAPE.k, dtype=DTYPE, device="cuda")
         plan = plan_of(SHAPE, m, facts)
         try:
-            timings = bursts(callables(x, SHAPE), repeats=args.repeats)
+            calls = callables(inputs(m, SHAPE.k), SHAPE)
+            timings = bursts(calls, repeats=args.repeats, each=CALLS)
             record = record_of(SHAPE, m, plan, timings)
             log(f"M={m}: " + ", ".join(f"{k} {v:.2f} µs" for k, v in record["host_us"].items()))
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import goals, norm_linear
 from bench.shapes import SHAPES, TOKENS
-from flashnorm_triton import results
+from flashnorm_triton import plans, results
+
+HEAD = {
+    "schema": 1, "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
+    "transformers": "5.17.0", "driver": "580.1", "kernel_hash": "ab" * 20,
+    "date": "2026-01-02T03:04:05Z", "copy_tb_s": 4.0, "matmul_tflops": 800.0,
+}  # fmt: skip
 
 
 def cell_of(m, speedup, vs_gemm=0.95, case=0):
@@ -99,6 +106,47 @@ def test_bad_arguments_are_refused(argv, message, capsys):
     with pytest.raises(SystemExit) as stop:
         norm_linear.main(argv)
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--untuned"]])
+def test_the_command_from_cells_to_files(tmp_path, monkeypatch, capsys, words):
+    """All but the GPU and its timings: cells of both dtypes, files, goals, exit code."""
+
+    class Backend:
+        def capture(self, fn, calls, rotations):
+            fn(0)
+            return calls
+
+        def time_ms(self, handles):
+            return [calls * 0.06 for calls in handles]
+
+    true_case = norm_linear.Case
+    for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
+        monkeypatch.setattr(norm_linear.measure, name, lambda: 4.0)
+    properties = types.SimpleNamespace(L2_cache_size=1000, total_memory=1 << 33)
+    monkeypatch.setenv("FLASHNORM_TABLES", "on")
+    monkeypatch.setattr(norm_linear.measure, "CudaBackend", Backend)
+    monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(norm_linear.runtime, "device_facts", lambda index: plans.Device("cpu"))
+    monkeypatch.setattr(
+        norm_linear, "Case", lambda shape, **more: true_case(shape, device="cpu", **more)
+    )
+    path = tmp_path / "r.json"
+    argv = ["--out", str(path), "--shapes", "320x64", "--tokens", "1", "4", "--jobs", "1"]
+    assert norm_linear.main([*argv, "--no-compiled", *words]) == 0, capsys.readouterr().out
+    loaded = results.load(path)
+    assert [record["m"] for record in loaded.records] == [1, 4]
+    assert loaded.header["tables"] == ("off" if words else "on")
+    assert [row["m"] for row in loaded.header["goals"]] == ["1", "2-16"]
+    assert ("stock" in loaded.records[0]["baselines_us"]) is not bool(words)
+    said = capsys.readouterr().out
+    assert "goals met:" in said and f"written: {path}" in said
+    half = tmp_path / "r_fp16.json"
+    assert half.exists() is not bool(words)
+    if not words:
+        assert {record["dtype"] for record in results.load(half).records} == {"float16"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -92,6 +92,35 @@ def test_the_table_counts_what_meets_the_goal():
     assert "single_pass/gemv" in text and "M=64: boom" in text
 
 
+def test_the_command_writes_a_record_a_row_count(tmp_path, monkeypatch, capsys):
+    """All but the GPU, a failing row count among the others."""
+    true_randn = torch.randn
+
+    def on_cpu(m, k, **more):
+        if m == 16:
+            raise RuntimeError("out of memory")
+        return true_randn(m, k, dtype=torch.bfloat16)
+
+    for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
+        monkeypatch.setattr(host.measure, name, lambda: 4.0)
+    monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
+    monkeypatch.setattr(host, "inputs", on_cpu)
+    monkeypatch.setattr(host, "plan_of", lambda *_: PLAN)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(host.runtime, "device_facts", lambda index: None)
+    monkeypatch.setattr(host, "CALLS", 2)
+    path = tmp_path / "host.json"
+    argv = ["--out", str(path), "--tokens", "1", "16", "--repeats", "2"]
+    assert host.main(argv) == 1  # one failed
+    first, second = results.load(path).records
+    assert first["host_us"][host.OURS] > 0 and set(first["host_us"]) == {
+        host.OURS, "F.linear", "rms_norm+linear", "stock", "torch.ops",
+    }  # fmt: skip
+    assert "out of memory" in second["error"]
+    assert "written" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert host.main(["--out", str(tmp_path / "h.json")]) == 2

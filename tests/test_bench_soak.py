@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -251,7 +252,7 @@ def no_streams(monkeypatch):
     import contextlib
 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    return [NoStream(), NoStream()]
+    return [NoStream() for _ in range(soak.STREAMS)]
 
 
 def test_a_ready_member_launches_and_finds_a_planted_fault(no_streams, monkeypatch):
@@ -292,6 +293,54 @@ def test_the_unfused_pair_is_soaked_by_its_norm(no_streams, has_gain):
     ready = soak_members.make_ready(soak_members.Member(problem, UNFUSED), no_streams, "cpu")
     assert ready.launch(0) and ready.settle() == 0
     assert ready.wanted.shape[1:] == (3, 128)
+
+
+def test_the_command_from_members_to_the_file(no_streams, monkeypatch, tmp_path, capsys):
+    """All but the GPU: members of the tables, compiled, checked, launched, written; and again."""
+    from fake_machine import FakeCompiler
+
+    from flashnorm_triton.tuning import build, rig
+
+    class Load:
+        us = 25.0
+
+        def __call__(self, repeats: int) -> None: ...
+
+    class NoGpu:
+        closed = 0
+        gpu, device, target = tables.Gpu("NVIDIA H200", 132, 90), H200, ("cuda", 90, 32)
+        load = Load()
+        backend = None
+
+        def close(self) -> None:
+            NoGpu.closed += 1
+
+    def ready(member, streams):
+        return true_ready(replace(member, problem=PROBLEM), no_streams, "cpu")
+
+    true_ready = soak_members.make_ready
+    true_op = soak_members.rig.norm_linear
+    monkeypatch.setattr(
+        soak_members.rig, "norm_linear", lambda *a, plan, **more: true_op(*a, **more)
+    )
+    monkeypatch.setattr(rig, "Rig", NoGpu)
+    monkeypatch.setattr(build, "Pool", lambda jobs: FakeCompiler())
+    monkeypatch.setattr(soak_members, "make_ready", ready)
+    monkeypatch.setattr(soak_members.Ready, "capture", lambda self, backend: None)
+    monkeypatch.setattr(soak_members.Ready, "replay", soak_members.Ready.launch)
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
+        monkeypatch.setattr(soak.measure, name, lambda: 4.0)
+    monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
+    path = tmp_path / "soak.json"
+    argv = ["--launches", "100", "--members", "2", "--families", "gemv", "--out", str(path)]
+    assert soak.main(argv) == 0, capsys.readouterr().out
+    records = results.load(path).records
+    assert {record["family"] for record in records} >= {"single_pass/gemv"}
+    assert all(record["goal_met"] and record["launches"] >= 100 for record in records)
+    assert NoGpu.closed == 1
+    assert soak.main(argv) == 0 and results.load(path).records == records  # nothing left to do
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
