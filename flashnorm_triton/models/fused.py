@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flashnorm_triton.models.adapters import AskedBy
 from flashnorm_triton.models.packed import PackedSite
 from flashnorm_triton.models.source import NormSource
 from flashnorm_triton.models.weights import PackedWeights, is_transposed, sizes
@@ -242,6 +243,8 @@ class Columns(Replacing):
 
 class PackedSlice(Columns, nn.Linear):
     """The columns of one ``nn.Linear``."""
+
+    in_features = AskedBy()
 
 
 def packed_slice(site: PackedSite, index: int) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashnorm_triton.models.adapters import AskedBy
 from flashnorm_triton.models.fused import (
     Replacing,
     apply_folded,
@@ -72,6 +73,8 @@ class Normalising(Replacing):
 class NormedLinear(Normalising, nn.Linear):
     """An ``nn.Linear`` that normalises its input, the gain in its own weights."""
 
+    in_features = AskedBy()
+
 
 class GainedLinear(nn.Linear):
     """An ``nn.Linear`` that normalises its input; the gain stays the norm's, applied in the kernel.
@@ -80,6 +83,8 @@ class GainedLinear(nn.Linear):
 
     Raises RuntimeError in a training forward after a LayerNorm, whose row sums are kept.
     """
+
+    in_features = AskedBy()
 
     def __init__(self, site: PassthroughSite, index: int) -> None:
         nn.Module.__init__(self)
