@@ -104,7 +104,9 @@ class Kernel:
         )
 
     def stream(self, device: int) -> int:
-        """The raw handle of the current stream of a CUDA device."""
+        """The raw handle of the current stream of a CUDA device; 0 on the CPU (device -1)."""
+        if device < 0:
+            return 0
         from triton.runtime import driver
 
         return driver.active.get_current_stream(device)

@@ -124,7 +124,9 @@ def accumulators(plan: Plan, gated: bool = False) -> int:
     products = plan.block_m * plan.block_n * (2 if gated and plan.form in GLUON_FORMS else 1)
     squares = plan.block_m * plan.block_k
     if plan.form == "gemv":
-        return (plan.block_m * plan.block_n * plan.block_k + squares) // threads
+        # Several rows fold the eight values that a thread loads at once (fp32: four) into one.
+        folded = 1 if plan.block_m == 1 else 8
+        return (plan.block_m * plan.block_n * plan.block_k + squares) // (threads * folded)
     if plan.form == "scaled_gemm" or (plan.form == "hopper_rows" and plan.squares == "given"):
         return products // threads
     if plan.squares == "registers":
@@ -142,6 +144,8 @@ def unserved(plan: Plan, problem: Problem) -> str | None:
         "residual": problem.has_residual,
     }
     served = EPILOGUES.get(plan.form, ())
+    if plan.form == "tiles" and plan.squares != "given":
+        asked["centred with its own squares"] = asked.pop("centred")
     missing = [name for name, wanted in asked.items() if wanted and name not in served]
     return f"form {plan.form!r} has no epilogue {', '.join(missing)}" if missing else None
 
@@ -161,8 +165,6 @@ def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
             return "gate and up of that width do not fit the registers"
         if problem.epilogue and plan.squares == "own" and plan.block_n == 256:
             return "tiles of that width with their own squares leave no registers for an epilogue"
-        if problem.centred and plan.squares == "given":
-            return "its statistics launch gives no mean"
     if plan.form == "hopper_swap":
         if plan.block_n % 64 or plan.num_warps != 4:
             return "its consumer is one group of 4 warps and 64 weights, or more of them"
@@ -197,6 +199,8 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
         return "it needs Hopper and a Triton whose Gluon drives it"
     if obstacle := _unfit_hopper(plan, problem):
         return obstacle
+    if problem.gated and plan.form in ("gemv", "tiles") and plan.block_n < 2:
+        return "a gated pair takes two features"
     if plan.form == "tiles":
         if problem.dtype not in ("bfloat16", "float16"):
             return f"it does not take {problem.dtype}"

@@ -15,7 +15,8 @@ FORMS = (
 )  # fmt: skip
 _WHOLE = ("centred", "activation", "gated", "residual")
 EPILOGUES: dict[str, tuple[str, ...]] = {
-    "library": _WHOLE, "reference": _WHOLE, "hopper_swap": _WHOLE, "hopper_rows": _WHOLE,
+    "gemv": _WHOLE, "tiles": _WHOLE, "scaled_gemm": ("centred", "activation", "residual"),
+    "hopper_swap": _WHOLE, "hopper_rows": _WHOLE, "library": _WHOLE, "reference": _WHOLE,
 }  # fmt: skip
 """What each form can do to the scaled product beside a bias (``Problem.epilogue``)."""
 
@@ -87,7 +88,9 @@ class Plan:
         if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
             del fields["group_m"]
         if self.form != "hopper_swap":
-            del fields["in_flight"], fields["split_k"]
+            del fields["in_flight"]
+            if self.form != "gemv" or self.split_k == 1:
+                del fields["split_k"]
         if self.form != "hopper_swap" and not (self.form == "hopper_rows" and self.max_registers):
             del fields["max_registers"]
         if self.form != "hopper_swap" or not self.persistent:
@@ -339,5 +342,6 @@ def interpretable_plans() -> tuple[Plan, ...]:
         Plan("stats_then_gemm", "scaled_gemm", 16, 32, 64),
         Plan("single_pass", "gemv", 1, 16, 64, num_stages=1),
         Plan("single_pass", "gemv", 4, 16, 64, num_stages=1),
+        Plan("single_pass", "gemv", 2, 8, 32, num_stages=1, split_k=3),
         Plan("unfused", "library"),
     )

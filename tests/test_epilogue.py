@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import HAS_GPU
-from numerics import EPS, LIMIT, errors, laid_out, make_case
+from numerics import EPS, LIMIT, errors, laid_out, make_case, poisoned
+from plan_params import SMALL, plan_name
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashnorm_triton import plans
+from flashnorm_triton import launch, plans, workspace
 from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.ops import norm_linear
+from flashnorm_triton.plans import Plan, Problem
 
 HALF = (torch.bfloat16, torch.float16)
 BACKEND = "inductor" if HAS_GPU else "aot_eager"
@@ -328,3 +330,110 @@ def test_a_changed_epilogue_is_seen(device):
         assert torch.equal(one, two)
     for one, two in itertools.combinations(first[:4], 2):
         assert not torch.equal(one, two)
+
+
+# Kernels: in the interpreter on a CPU, compiled on a GPU.
+
+
+def served(plan: Plan, parts: dict[str, Any]) -> bool:
+    """Whether a form is meant to take these parts; what it refuses is another test's."""
+    if plan.form == "scaled_gemm" and (parts.get("gated") or parts.get("gain")):
+        return False
+    if plan.form == "tiles" and parts.get("gain"):
+        return False  # not in fp16
+    return not (plan.form == "tiles" and plan.squares != "given" and parts.get("centred"))
+
+
+def kernel_cases() -> list[Any]:
+    return [
+        pytest.param(plan, parts, id=f"{plan_name(plan)}-{spelled(parts)}")
+        for plan in SMALL
+        for parts in SOME[1:]
+        if plan.form != "library" and served(plan, parts)
+    ]
+
+
+def launched(plan: Plan, inputs: Inputs) -> Tensor:
+    with poisoned():
+        return inputs.call(plan=plan)
+
+
+@pytest.mark.parametrize(("plan", "parts"), kernel_cases())
+def test_kernels_keep_the_contract(plan, parts, device):
+    """Odd sizes, so that a tile has rows, features and a K step that are not there."""
+    n, k = (24, 72) if plan.form == "scaled_gemm" else (22, 67)
+    inputs = Inputs(5, n, k, torch.float16, device, **parts)
+    assert_contract(launched(plan, inputs), inputs, limit=2.0)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in SMALL if plan.form == "gemv"], ids=plan_name)
+def test_the_gemv_in_fp32_far_from_the_mean(plan, device):
+    """Above a mean of 30,000 deviations, and where two of the three values looked at first lie."""
+    for shift in (3e4, 0.0):
+        inputs = Inputs(3, 8, 96, torch.float32, device, centred=True, shift=shift)
+        inputs.case.x[1, 0] += 1e3
+        assert_contract(launched(plan, inputs), inputs, limit=2.0)
+
+
+@pytest.mark.parametrize("k", [96, 8200])
+def test_statistics_far_from_the_mean(k, device):
+    """The row kernel on its own, below and beyond one block of it."""
+    pytest.importorskip("triton")
+    x = (3e4 + torch.randn(3, k)).to(device)
+    problem = Problem("float32", 3, 8, k, centred=True)
+    geometry = launch.Geometry(3, k, (3,), x.get_device())
+    s, mean = launch.RowStats(problem).bind(geometry, EPS)(x)
+    wide = x.double()
+    torch.testing.assert_close(mean.double(), wide.mean(1), rtol=1e-7, atol=0)
+    expected = 1 / torch.sqrt(wide.var(1, unbiased=False) + EPS)
+    torch.testing.assert_close(s.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_a_constant_row_is_the_bias(device):
+    """Its variance is exactly zero; anything else would be blown up by 1 / sqrt(eps)."""
+    for plan in SMALL:
+        parts = {"centred": True, "bias": True}
+        if served(plan, parts):
+            inputs = Inputs(4, 24, 72, torch.float16, device, **parts)
+            # After the product a mean can be taken off to fp32's rounding only.
+            inputs.case.x[2] = 1000.0 if plan.form in ("gemv", "library") else 0.5
+            y = launched(plan, inputs)
+            torch.testing.assert_close(y[2], inputs.case.bias, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_inf_pass_through_the_activation(activation, device):
+    inputs = Inputs(3, 8, 64, torch.float16, device, activation=activation)
+    inputs.case.x[1, 5] = math.nan
+    y = launched(SMALL[1], inputs)
+    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+def test_forms_refuse_what_they_lack(device):
+    inputs = Inputs(5, 24, 72, torch.float16, device, gated=True)
+    scaled_gemm = next(plan for plan in SMALL if plan.form == "scaled_gemm")
+    with pytest.raises(ValueError, match="no epilogue gated"):
+        inputs.call(plan=scaled_gemm)
+    centred = Inputs(5, 24, 72, torch.float16, device, centred=True)
+    own = next(plan for plan in SMALL if plan.squares == "own")
+    with pytest.raises(ValueError, match="no epilogue centred"):
+        centred.call(plan=own)
+
+
+@pytest.mark.parametrize("split", [2, 3, 5])
+def test_split_k_of_the_gemv_leaves_its_counters_zero(split, device, monkeypatch):
+    """Shares of K that are uneven, and one that is empty."""
+    taken = []
+    real = workspace.counters
+
+    def counters(*arguments: int) -> Tensor:
+        taken.append(real(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(workspace, "counters", counters)
+    plan = Plan("single_pass", "gemv", 2, 4, 32, 1, 1, split_k=split)
+    inputs = Inputs(5, 10, 131, torch.float32, device, centred=True, bias=True)
+    y = launched(plan, inputs)
+    assert_contract(y, inputs, limit=2.0)
+    assert torch.equal(launched(plan, inputs), y)
+    assert len(taken) == 2 and not any(counter.any() for counter in taken)

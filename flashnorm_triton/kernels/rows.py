@@ -1,4 +1,4 @@
-"""Row kernels: the scale s = 1/rms of every row, and the stand-alone norm.
+"""Row kernels: the scale of every row (LayerNorm: and its mean), and the stand-alone norm.
 
 ``row_rstd_kernel`` is the first launch of ``stats_then_gemm``; ``rms_norm_kernel`` the first of
 ``unfused``. One program a row; a row that fits in one block is read once.
@@ -21,10 +21,44 @@ def _sum_of_squares(x_row, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def row_rstd_kernel(x_ptr, s_ptr, stride_xm, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """s[m] = 1 / sqrt(mean_k x[m, k]^2 + eps), fp32. Grid: (M,)."""
+def _mean_and_squares(x_row, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The mean of a row and the sum of squares about it.
+
+    Two passes (the second finds a short row in registers, a long one in the cache), and what the
+    mean's own rounding left is taken off again: right where the mean is far above the deviation.
+    """
+    ks = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        sums += tl.load(x_row + ks + k, mask=ks + k < K, other=0.0).to(tl.float32)
+    mean = tl.sum(sums, axis=0) / K
+    squares = tl.zeros((BLOCK_K,), tl.float32)
+    sums = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        inside = ks + k < K
+        x = tl.load(x_row + ks + k, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(inside, x - mean, 0.0)
+        squares += x * x
+        sums += x
+    left = tl.sum(sums, axis=0)
+    return mean + left / K, tl.sum(squares, axis=0) - left * (left / K)
+
+
+@triton.jit
+def row_rstd_kernel(
+    x_ptr, s_ptr, mean_ptr, stride_xm, eps, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    CENTRED: tl.constexpr,
+):  # fmt: skip
+    """s[m] = 1 / sqrt(mean_k x[m, k]^2 + eps), fp32. Grid: (M,).
+
+    CENTRED: mean[m] of the row as well, and s of its variance.
+    """
     row = tl.program_id(0).to(tl.int64)
-    total = _sum_of_squares(x_ptr + row * stride_xm, K, BLOCK_K)
+    if CENTRED:
+        mean, total = _mean_and_squares(x_ptr + row * stride_xm, K, BLOCK_K)
+        tl.store(mean_ptr + row, mean)
+    else:
+        total = _sum_of_squares(x_ptr + row * stride_xm, K, BLOCK_K)
     tl.store(s_ptr + row, rstd_of(total, K, eps))
 
 

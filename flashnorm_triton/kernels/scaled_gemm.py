@@ -7,7 +7,7 @@ matrix instruction alone and the pipeliner keeps both operands equally deep.
 import triton
 import triton.language as tl
 
-from flashnorm_triton.kernels.epilogue import scale_bias
+from flashnorm_triton.kernels.epilogue import activated, plus_residual, scaled
 
 
 @triton.jit
@@ -24,6 +24,9 @@ def scaled_gemm_kernel(
     w_desc,
     bias_ptr,
     s_ptr,
+    mean_ptr,
+    row_sums_ptr,
+    residual_ptr,
     y_ptr,
     M,
     N: tl.constexpr,
@@ -33,9 +36,14 @@ def scaled_gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """y = s * (x @ w.T) (+ bias); x (M, K) and w (N, K) as TMA descriptors, s (M,) fp32.
+    """z = s * (x @ w.T) (+ bias), then kernels/epilogue.py, without its gated pair.
+
+    x (M, K) and w (N, K) as TMA descriptors, s and (CENTRED) mean (M,) fp32.
 
     Grid: (min(number of tiles, number of SMs),); each program walks the tiles with that stride.
     The tile is scaled and stored in two halves, which halves the registers that the epilogue holds
@@ -57,14 +65,32 @@ def scaled_gemm_kernel(
         rows = out_m * BLOCK_M + tl.arange(0, BLOCK_M)
         row_mask = rows < M
         s = tl.load(s_ptr + rows, mask=row_mask, other=0.0)
+        mean = s
+        if CENTRED:
+            mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, HALF)), (0, 2, 1))
         left, right = tl.split(halves)
-        out = y_ptr + rows.to(tl.int64)[:, None] * N
         cols = out_n * BLOCK_N + tl.arange(0, HALF)
-        mask = cols < N
-        y = scale_bias(left, s, bias_ptr, cols, mask, HAS_BIAS).to(y_ptr.dtype.element_ty)
-        tl.store(out + cols[None, :], y, mask=row_mask[:, None] & mask[None, :])
-        cols += HALF
-        mask = cols < N
-        y = scale_bias(right, s, bias_ptr, cols, mask, HAS_BIAS).to(y_ptr.dtype.element_ty)
-        tl.store(out + cols[None, :], y, mask=row_mask[:, None] & mask[None, :])
+        _store(
+            left, s, mean, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, rows, cols, row_mask, N,
+            HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL,
+        )  # fmt: skip
+        _store(
+            right, s, mean, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, rows, cols + HALF,
+            row_mask, N, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store(
+    acc, s, mean, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, rows, cols, row_mask,
+    N: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    col_mask = cols < N
+    z = scaled(acc, s, mean, bias_ptr, row_sums_ptr, cols, col_mask, HAS_BIAS, CENTRED)
+    y = activated(z, ACTIVATION, False)
+    offsets = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    mask = row_mask[:, None] & col_mask[None, :]
+    y = plus_residual(y, residual_ptr, offsets, mask, HAS_RESIDUAL)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

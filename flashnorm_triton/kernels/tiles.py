@@ -11,7 +11,13 @@ tiles whose matrix instruction is synchronous; ``given`` reads s instead of comp
 import triton
 import triton.language as tl
 
-from flashnorm_triton.kernels.epilogue import rstd_of, scale_bias
+from flashnorm_triton.kernels.epilogue import (
+    activated,
+    plus_residual,
+    rstd_of,
+    scaled,
+    weight_rows,
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -22,6 +28,9 @@ def norm_tiles_kernel(
     bias_ptr,
     gain_ptr,
     s_ptr,
+    mean_ptr,
+    row_sums_ptr,
+    residual_ptr,
     y_ptr,
     M,
     stride_xm,
@@ -36,14 +45,20 @@ def norm_tiles_kernel(
     SQUARES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_GAIN: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """y = s * (x (* gain)) @ w.T (+ bias) for one BLOCK_M x BLOCK_N tile of y (M, N).
+    """z = s * (x (* gain)) @ w.T (+ bias) for a BLOCK_M x BLOCK_N tile, then kernels/epilogue.py.
 
     Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),), walked GROUP_M row blocks at a time so that
     neighbours share weights in L2. SQUARES is "own", "shared" or "given" (see the module). UPCAST
-    multiplies in fp32: for the CPU interpreter, whose bf16 dot is wrong.
+    multiplies in fp32: for the CPU interpreter, whose bf16 dot is wrong. CENTRED needs "given"; it
+    takes the mean off after the product, to fp32's rounding: enough for a half-precision result
+    while the mean is below some 1000 deviations (the GEMV has no such bound).
     """
     pid = tl.program_id(0)
     blocks_m = tl.cdiv(M, BLOCK_M)
@@ -55,9 +70,10 @@ def norm_tiles_kernel(
     block_n = within // group_size
 
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = rows < M
-    col_mask = cols < N
+    col_mask = features < N
+    cols = weight_rows(features, N, GATED)
     ks = tl.arange(0, BLOCK_K)
     x_offsets = rows.to(tl.int64)[:, None] * stride_xm + ks[None, :]
     x_tile = x_ptr + x_offsets
@@ -66,7 +82,8 @@ def norm_tiles_kernel(
     EVEN_K: tl.constexpr = K % BLOCK_K == 0
     # Out-of-range columns read a valid row and are not stored: the loop then needs no column mask.
     if N % BLOCK_N != 0:
-        w_tile = w_ptr + (cols % N).to(tl.int64)[None, :] * STRIDE_WN + ks[:, None]
+        inside = weight_rows(features % N, N, GATED)
+        w_tile = w_ptr + inside.to(tl.int64)[None, :] * STRIDE_WN + ks[:, None]
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
@@ -99,7 +116,17 @@ def norm_tiles_kernel(
     if SQUARES == "given":
         s = tl.load(s_ptr + rows, mask=row_mask, other=0.0)
     else:
+        tl.static_assert(not CENTRED, "the mean is given, with the scale")
         s = rstd_of(tl.sum(squares, axis=1), K, eps)
-    acc = scale_bias(acc, s, bias_ptr, cols, col_mask, HAS_BIAS)
-    out = y_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
-    tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+    mean = s
+    if CENTRED:
+        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
+    z = scaled(acc, s, mean, bias_ptr, row_sums_ptr, cols, col_mask, HAS_BIAS, CENTRED)
+    y = activated(z, ACTIVATION, GATED)
+    WIDTH: tl.constexpr = N // 2 if GATED else N
+    ACROSS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    out = block_n * ACROSS + tl.arange(0, ACROSS)
+    offsets = rows.to(tl.int64)[:, None] * WIDTH + out[None, :]
+    mask = row_mask[:, None] & (out < WIDTH)[None, :]
+    y = plus_residual(y, residual_ptr, offsets, mask, HAS_RESIDUAL)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -15,6 +15,17 @@ Run = Callable[..., Tensor]
 """run(x, weight, bias, gain, row_sums=None, residual=None) -> y, which it allocates."""
 
 
+def epilogue_constants(problem: Problem) -> dict[str, Any]:
+    """The compile-time arguments of the epilogue's steps (kernels/epilogue.py), bias included."""
+    return {
+        "HAS_BIAS": problem.has_bias,
+        "CENTRED": problem.centred,
+        "ACTIVATION": problem.activation,
+        "GATED": problem.gated,
+        "HAS_RESIDUAL": problem.has_residual,
+    }
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

@@ -169,11 +169,11 @@ class HopperRows(_Hopper):
             row_sums: Tensor | None = None,
             residual: Tensor | None = None,
         ) -> Tensor:
-            s = stats(x) if stats else None
+            s, mean = stats(x) if stats else (None, None)
             y = x.new_empty(shape)
             kernel(
                 grid, device, x_tile(x), w_tile(w), v_tile(w), y_tile(y), z_tile(y), bias, row_sums,
-                residual, s, None, m, eps,
+                residual, s, mean, m, eps,
             )  # fmt: skip
             return y
 

@@ -13,22 +13,28 @@ from flashnorm_triton.plans import Problem
 
 
 class RowStats:
-    """The scale of every row: s (M,) fp32."""
+    """The scale of every row, s (M,) fp32, and for a centred problem its mean beside it."""
 
     def __init__(self, problem: Problem) -> None:
         from flashnorm_triton.kernels.rows import row_rstd_kernel
 
-        constants = {"K": problem.k, "BLOCK_K": _row_block(problem.k)}
+        self.centred = problem.centred
+        constants = {
+            "K": problem.k, "BLOCK_K": _row_block(problem.k), "CENTRED": problem.centred,
+        }  # fmt: skip
         self.kernel = Kernel(row_rstd_kernel, constants, num_warps=4)
 
-    def bind(self, geometry: Geometry, eps: float) -> Callable[[Tensor], Tensor]:
+    def bind(
+        self, geometry: Geometry, eps: float
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
         m, stride, _, device = geometry
-        kernel, grid = self.kernel, (m, 1, 1)
+        kernel, grid, centred = self.kernel, (m, 1, 1), self.centred
 
-        def run(x: Tensor) -> Tensor:
+        def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
             s = torch.empty(m, dtype=torch.float32, device=x.device)
-            kernel(grid, device, x, s, stride, eps)
-            return s
+            mean = torch.empty_like(s) if centred else None
+            kernel(grid, device, x, s, mean, stride, eps)
+            return s, mean
 
         return run
 

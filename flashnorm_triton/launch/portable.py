@@ -7,11 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashnorm_triton import reference, runtime
+from flashnorm_triton import reference, runtime, workspace
 from flashnorm_triton.compile_unit import TARGETS
 from flashnorm_triton.compiled import Kernel
-from flashnorm_triton.launch.common import Geometry, Run, TmaFamily, cdiv, check_half
+from flashnorm_triton.launch.common import (
+    Geometry,
+    Run,
+    TmaFamily,
+    cdiv,
+    check_half,
+    epilogue_constants,
+)
 from flashnorm_triton.launch.norms import RmsNorm, RowStats
+from flashnorm_triton.limits import ELEMENT_BYTES
 from flashnorm_triton.plans import Plan, Problem
 
 
@@ -23,7 +31,8 @@ class Gemv:
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
         from flashnorm_triton.kernels.gemv import norm_gemv_kernel
 
-        self.plan, self.n = plan, problem.n
+        self.plan, self.problem = plan, problem
+        epilogue = epilogue_constants(problem)
         self.kernel = Kernel(
             norm_gemv_kernel,
             {
@@ -33,21 +42,42 @@ class Gemv:
                 "ROWS": plan.block_m,
                 "BLOCK_N": plan.block_n,
                 "BLOCK_K": plan.block_k,
-                "HAS_BIAS": problem.has_bias,
+                "HAS_BIAS": epilogue.pop("HAS_BIAS"),
                 "HAS_GAIN": problem.has_gain,
+                **epilogue,
                 "STAGES": plan.num_stages,
+                "SPLIT": plan.split_k,
+                "VECTOR": 16 // ELEMENT_BYTES[problem.dtype],
+                "ONE_ROW": plan.block_m == 1 and plan.split_k == 1 and not problem.epilogue,
             },
             num_warps=plan.num_warps,
         )
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, stride, lead, device = geometry
-        kernel, shape = self.kernel, (*lead, self.n)
-        grid = (cdiv(self.n, self.plan.block_n), cdiv(m, self.plan.block_m), 1)
+        plan, kernel, shape = self.plan, self.kernel, (*lead, self.problem.width)
+        across, down = cdiv(self.problem.n, plan.block_n), cdiv(m, plan.block_m)
+        grid = (across, down, plan.split_k)
+        split, tiles = plan.split_k > 1, across * down
+        part_values = tiles * plan.split_k * (plan.block_n + 2) * plan.block_m
 
-        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
             y = x.new_empty(shape)
-            kernel(grid, device, x, w, bias, gain, y, m, stride, eps)
+            parts = counters = None
+            if split:
+                parts = workspace.parts(x, part_values)
+                counters = workspace.counters(device, kernel.stream(device), tiles)
+            kernel(
+                grid, device, x, w, bias, gain, row_sums, residual, y, parts, counters, m, stride,
+                eps,
+            )  # fmt: skip
             return y
 
         return run
@@ -115,8 +145,9 @@ class Tiles:
                 f"plan {plan.form!r} would hold x * gain in fp16 before the division, where it can "
                 "overflow: fold the gain into the weight, or use another plan"
             )
-        self.plan, self.n = plan, problem.n
+        self.plan, self.problem = plan, problem
         self.stats = RowStats(problem) if plan.squares == "given" else None
+        epilogue = epilogue_constants(problem)
         self.kernel = Kernel(
             norm_tiles_kernel,
             {
@@ -128,8 +159,9 @@ class Tiles:
                 "BLOCK_K": plan.block_k,
                 "GROUP_M": plan.group_m,
                 "SQUARES": plan.squares,
-                "HAS_BIAS": problem.has_bias,
+                "HAS_BIAS": epilogue.pop("HAS_BIAS"),
                 "HAS_GAIN": problem.has_gain,
+                **epilogue,
                 "STAGES": plan.num_stages,
                 "UPCAST": runtime.interpreting() and problem.dtype == "bfloat16",
             },
@@ -138,14 +170,24 @@ class Tiles:
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, stride, lead, device = geometry
-        kernel, shape = self.kernel, (*lead, self.n)
+        kernel, shape = self.kernel, (*lead, self.problem.width)
         stats = self.stats.bind(geometry, eps) if self.stats else None
-        grid = (cdiv(m, self.plan.block_m) * cdiv(self.n, self.plan.block_n), 1, 1)
+        tiles = cdiv(m, self.plan.block_m) * cdiv(self.problem.n, self.plan.block_n)
+        grid = (tiles, 1, 1)
 
-        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
-            s = stats(x) if stats else None
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
+            s, mean = stats(x) if stats else (None, None)
             y = x.new_empty(shape)
-            kernel(grid, device, x, x, w, bias, gain, s, y, m, stride, eps)
+            kernel(
+                grid, device, x, x, w, bias, gain, s, mean, row_sums, residual, y, m, stride, eps
+            )
             return y
 
         return run
@@ -161,6 +203,8 @@ class ScaledGemm(TmaFamily):
 
         super().__init__(plan, problem, stride_wn, gluon=False)
         self.stats = RowStats(problem)
+        epilogue = epilogue_constants(problem)
+        del epilogue["GATED"]  # the kernel has none
         self.kernel = Kernel(
             scaled_gemm_kernel,
             {
@@ -170,7 +214,7 @@ class ScaledGemm(TmaFamily):
                 "BLOCK_N": plan.block_n,
                 "BLOCK_K": plan.block_k,
                 "GROUP_M": plan.group_m,
-                "HAS_BIAS": problem.has_bias,
+                **epilogue,
                 "STAGES": plan.num_stages,
             },
             self.types(x_desc=(plan.block_m, plan.block_k), w_desc=(plan.block_n, plan.block_k)),
@@ -186,10 +230,17 @@ class ScaledGemm(TmaFamily):
         programs = 1 if runtime.interpreting() else runtime.device_facts(device).sm_count
         grid = (min(tiles, programs), 1, 1)
 
-        def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
-            s = stats(x)
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
+            s, mean = stats(x)
             y = x.new_empty(shape)
-            kernel(grid, device, x_tile(x), w_tile(w), bias, s, y, m)
+            kernel(grid, device, x_tile(x), w_tile(w), bias, s, mean, row_sums, residual, y, m)
             return y
 
         return run
