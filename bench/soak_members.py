@@ -1,9 +1,9 @@
 """The plans that a soak launches: which there are, and one of them made ready on the GPU.
 
-A family is a strategy, a form, the way it gets the squares, whether programs share K, and the
-epilogue. Its members are plans of the tables that may serve this GPU, of the built-in choice, and
-of the tuner's search space, each with a problem that it serves and a row count drawn within its
-bucket.
+A family is a strategy, a form, the way it gets the squares, whether programs share K, stay for
+several tiles or have several consumer groups, and the epilogue. Its members are plans of the tables
+that may serve this GPU, of the built-in choice, and of the tuner's search space, each with a problem
+that it serves and a row count drawn within its bucket.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ _MOST_LAUNCHES, _MOST_BYTES = 256, 48 << 20
 _PLAIN_LAUNCHES = 16
 
 
+# A LayerNorm; a gated pair with all that can follow it; an activation alone.
+_EPILOGUES: tuple[dict[str, Any], ...] = (
+    {"centred": True},
+    {"activation": "silu", "gated": True, "has_residual": True},
+    {"activation": "gelu_tanh"},
+)
+
+
 @dataclass(frozen=True)
 class Member:
     """A plan and a problem that it serves."""
@@ -46,6 +54,8 @@ class Member:
         parts = [plan.strategy, plan.form]
         parts += [plan.squares] if plan.form in ("tiles", "hopper_rows") else []
         parts += ["split"] if plan.split_k > 1 else []
+        parts += ["persistent"] if plan.persistent else []
+        parts += [f"groups of {plan.groups}"] if plan.groups > 1 else []
         parts += [self.problem.epilogue] if self.problem.epilogue else []
         return "/".join(parts)
 
@@ -61,23 +71,14 @@ def pool(gpu: tables.Gpu, device: Device) -> Iterator[Member]:
     for shape in SHAPES:
         for dtype in ("bfloat16", "float16", "float32"):
             for m in (1 << power for power in range(13)):
-                for has_gain in (False, True):
-                    problem = Problem(dtype, m, shape.n, shape.k, True, has_gain)
-                    yield Member(problem, plans.choose(problem, device))
+                for more in ({}, {"has_gain": True}, *_EPILOGUES):
+                    problem = Problem(dtype, m, shape.n, shape.k, True, **more)
                     for plan in space.candidates(problem, device, "quick"):
-                        yield Member(problem, plan)
+                        yield Member(problem, plan)  # the built-in choice is among them
     for plan in plans.other_plans():
         for shape in SHAPES:
             yield Member(Problem("bfloat16", 64, shape.n, shape.k), plan)
             yield Member(Problem("float16", 512, shape.n, shape.k, True), plan)
-
-
-# A LayerNorm; a gated pair with all that can follow it; an activation alone.
-_EPILOGUES: tuple[dict[str, Any], ...] = (
-    {"centred": True},
-    {"activation": "silu", "gated": True, "has_residual": True},
-    {"activation": "gelu_tanh"},
-)
 
 
 def with_epilogues(members: Iterable[Member]) -> Iterator[Member]:
