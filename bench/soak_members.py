@@ -2,8 +2,8 @@
 
 A family is a strategy, a form, the way it gets the squares, whether programs share K, stay for
 several tiles or have several consumer groups, and the epilogue. Its members are plans of the tables
-that may serve this GPU, of the built-in choice, and of the tuner's search space, each with a problem
-that it serves and a row count drawn within its bucket.
+that may serve this GPU, of the built-in choice, and of the tuner's search space, each with a
+problem that it serves and a row count drawn within its bucket.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def with_epilogues(members: Iterable[Member]) -> Iterator[Member]:
     """The members, each also with the epilogues that a patched model can ask for."""
     for member in members:
         yield member
-        if member.plan.form == "library":  # its epilogues are torch's
+        if member.plan.form == "library" or member.problem.epilogue:  # its epilogues are torch's
             continue
         for epilogue in _EPILOGUES:
             yield replace(member, problem=replace(member.problem, **epilogue))
