@@ -89,6 +89,7 @@ class Rewriter:
         self._edits, self._added = edits, added
         self._cast = dict(cast or {})
         self._advance = advance
+        self._written: list[Path] = []
         self._moved: dict[str, Tensor] = {}
         self._waiting: dict[str, tuple[Path, int, str, Tensor]] = {}
         self._biases = {
@@ -131,21 +132,23 @@ class Rewriter:
             for one in self._added:
                 if one.name in new:
                     self._add(source, sink, shard, one, new[one.name])
-            os.fsync(sink.fileno())
+        self._written.append(target)
         after = os.stat(shard.path)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise ValueError(f"{shard.path.name} was changed while it was read: start again")
         return digest
 
     def finish(self) -> None:
-        """Write the biases that W·β was added to: float64 sums, one rounding."""
+        """Write the biases that W·β was added to (float64 sums, one rounding); then wait for the
+        disk, which had the time of all later shards to write the earlier ones."""
         for name, (path, offset, dtype, stored) in self._waiting.items():
             moved = self._moved[name]
             values = (stored.to(moved.dtype) + moved).to(FLOATS[dtype])
             with path.open("r+b") as file:
                 file.seek(offset)
                 file.write(to_bytes(values))
-                file.flush()
+        for path in self._written:
+            with path.open("rb") as file:
                 os.fsync(file.fileno())
 
     def _tensor(
