@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -80,6 +81,23 @@ def test_a_bench_verifies_and_runs_real_kernels(rig, extras):
         wanted = wanted @ bench.weights[last].double().T
         torch.testing.assert_close(call(last).double(), wanted, rtol=5e-3, atol=5e-3)
     assert (bench.bias is not None, bench.gain is not None) == (extras, extras)
+
+
+@pytest.mark.parametrize(
+    "epilogue",
+    [{"centred": True}, {"activation": "silu", "gated": True, "has_residual": True}],
+    ids=["centred", "gated"],
+)
+def test_a_bench_verifies_epilogues_of_real_kernels(rig, epilogue):
+    problem = Problem("float16", 4, 48, 128, has_bias=True, **epilogue)
+    bench = rig.open(problem)
+    assert bench.verify(GEMV, launches=2).reason is None
+    y = bench.call(GEMV)(bench.rotations - 1)
+    assert y.shape == (4, problem.width) and torch.isfinite(y).all()
+    # The same kernel without what was asked for is found out.
+    plain = dataclasses.replace(bench.case, epilogue={"gated": problem.gated})
+    bench.case = plain
+    assert "stock has" in bench.verify(GEMV, launches=2).reason
 
 
 def test_a_wrong_kernel_does_not_pass_the_bench(rig, monkeypatch):
