@@ -66,6 +66,8 @@ def activate(z, ACTIVATION: gl.constexpr):
         z = gl.where(z < 0.0, 0.0, z)  # keeps a NaN
         if ACTIVATION == "relu2":
             z = z * z
+    else:
+        gl.static_assert(ACTIVATION == "", "unknown activation")
     return z
 
 

@@ -28,10 +28,11 @@ between the slot copied into and the slots being read. A finding is reported whe
 - `untraced`: a wgmma left in flight, or a write beside one, whose slot cannot be followed to a
   `ttg.local_alloc` and an index, or whose buffer nothing in the function fills;
 - `unwaited`: a function or partition ends, calls another or starts one with a wgmma in flight;
-- `unreadable`: the text is not TTGIR as this reader knows it, or disagrees with the PTX.
+- `unreadable`: the text is not TTGIR as this reader knows it, or disagrees with the PTX;
+- `unguarded`, `arrivals`, `bytes`: the partitions of a warp-specialised kernel do not agree about a
+  ring (rings.py).
 
-So what is not understood is a finding, not a pass. Not covered: instructions other than wgmma,
-and whether a producer in another partition does wait for the barrier that guards its slot.
+So what is not understood is a finding, not a pass. Not covered: instructions other than wgmma.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from flashnorm_triton.tuning import rings
 from flashnorm_triton.tuning.ttgir import (
     Op,
     Region,
@@ -434,7 +436,12 @@ def check(ttgir: str, ptx: str | None = None) -> tuple[Finding, ...]:
             pendings |= {
                 int(n) for op in ops if op.name == WAIT for n in _PENDINGS.findall(op.text)
             }
-            findings += _Run(function).findings.values()
+            run = _Run(function)
+            findings += run.findings.values()
+            findings += [
+                Finding(broken.rule, run.function, broken.line, broken.message)
+                for broken in rings.check(function)
+            ]
     except (ValueError, LookupError) as error:
         findings.append(Finding("unreadable", "?", 0, str(error)))
     else:

@@ -1,0 +1,158 @@
+"""The Hopper kernels ahead of time: what they take, what they issue, and how their rings agree."""
+
+from __future__ import annotations
+
+import re
+
+import hopper_units
+import pytest
+from aot_runs import Run, compiled
+
+from flashnorm_triton import limits
+from flashnorm_triton.plans import Device, Plan, Problem
+from flashnorm_triton.tuning import lint
+
+H200 = Device("cuda", 90, 132, gluon=True)
+CASES = [pytest.param(*case, id=hopper_units.name(*case)) for case in hopper_units.CASES]
+
+
+@pytest.fixture(scope="module")
+def units() -> Run:
+    return compiled(("hopper_units:compile_units",))
+
+
+@pytest.fixture(scope="module")
+def two_groups(units) -> str:
+    """The TTGIR of a kernel with two consumers that exchange their sums."""
+    return units.text(hopper_units.name(*hopper_units.CASES[2]))
+
+
+@pytest.mark.parametrize(("plan", "problem"), CASES)
+def test_a_variant_compiles_clean_and_fits_as_its_limits_say(units, plan, problem):
+    row = units.records("sm90")[hopper_units.name(plan, problem), "sm90"]
+    assert row["findings"] == [] and row["spill_bytes"] == 0 and row["fits"]
+    assert limits.unfit(plan, problem, H200) is None
+    estimate = limits.shared_bytes(plan, problem.dtype, problem.gated)
+    # The rest is barriers, and scratch for the rows' sums and for a change of layout.
+    assert 0 <= row["shared_bytes"] - estimate <= 20_000
+
+
+def test_squares_from_registers_read_no_x_from_shared_memory_but_to_load_it(units):
+    """The instruction takes x from registers, and one set of loads serves it and the squares."""
+    plan, problem = hopper_units.CASES[7]
+    text = units.text(hopper_units.name(plan, problem))
+    dots = [line for line in text.splitlines() if "ttng.warp_group_dot " in line]
+    assert dots and all(
+        re.search(r" : tensor<64x64x\w+, .*> \* !ttg\.memdesc", dot) for dot in dots
+    )
+    loads = [line for line in text.splitlines() if "ttg.local_load" in line]
+    assert loads and all("#ttg.dot_op" in line for line in loads)
+    ptx = units.text(hopper_units.name(plan, problem), kind="ptx")
+    assert "ldmatrix" in ptx
+
+
+def rules(text: str) -> set[str]:
+    return {finding.rule for finding in lint.check(text)}
+
+
+def producer(text: str) -> slice:
+    """Where the last partition is: the copies' one."""
+    return slice(text.rindex("partition1("), len(text))
+
+
+def test_a_ring_whose_counts_agree_passes(two_groups):
+    assert rules(two_groups) == set()
+
+
+def test_a_barrier_that_waits_for_one_consumer_of_two_is_found(two_groups):
+    faulty, changed = re.subn(r"(init_barrier %\w+), 2", r"\1, 1", two_groups)
+    assert changed and rules(faulty) == {"arrivals"}
+
+
+def test_a_consumer_that_never_gives_a_slot_back_is_found(two_groups):
+    part = two_groups[two_groups.index("partition0(") : two_groups.index("partition1(")]
+    silent = re.sub(r"\n[^\n]*ttng\.arrive_barrier[^\n]*", "", part)
+    assert silent != part and rules(two_groups.replace(part, silent)) == {"arrivals"}
+
+
+def test_a_barrier_that_expects_one_tile_of_two_is_found(two_groups):
+    faulty, changed = re.subn(r"(barrier_expect %\w+), \d+", r"\1, 16384", two_groups)
+    assert changed and rules(faulty) == {"bytes"}
+
+
+def test_a_producer_that_refills_without_a_wait_is_found(two_groups):
+    place = producer(two_groups)
+    faulty = re.sub(r"\n[^\n]*ttng\.wait_barrier[^\n]*", "", two_groups[place])
+    assert faulty != two_groups[place]
+    assert rules(two_groups[: place.start] + faulty) == {"unguarded"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem", "why"),
+    [
+        (hopper_units.rows("registers", 256, 4), {"gated": True}, "gate and up"),
+        (hopper_units.rows("own", 128, 4), {"gated": True}, "gate and up"),
+        (hopper_units.rows("own", 256, 3), {"activation": "gelu"}, "no registers"),
+        (hopper_units.rows("registers", 128, 3, max_registers=128), {}, "whole register file"),
+        (hopper_units.rows("shared", 128, 3), {}, "own, registers or given"),
+        (hopper_units.rows("registers", 128, 3, block_m=256), {}, "one group of 64 or two"),
+        (hopper_units.rows("registers", 128, 3), {"n": 2052}, "16 bytes"),
+        (hopper_units.rows("registers", 128, 3), {"n": 2056, "gated": True}, "16 bytes"),
+        (hopper_units.swap(16, 64, 128, stages=3, groups=2), {}, "128 weights"),
+        (hopper_units.swap(16, 128, 64, stages=3, groups=2), {"centred": True}, "no sums"),
+        (hopper_units.swap(16, 64, 128, stages=3, split_k=2), {"gated": True}, "split-K"),
+        (hopper_units.swap(16, 64, 128, stages=3, split_k=2, persistent=1), {}, "split-K"),
+        (hopper_units.swap(64, 128, 128, stages=3), {"gated": True}, "shared memory"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_its_reason(plan, problem, why):
+    assert why in limits.unfit(plan, hopper_units.problem(**problem), H200)
+
+
+def test_192_features_are_a_width_of_row_tiles_alone():
+    stored = hopper_units.rows("registers", 192, 4).as_dict()
+    assert limits.plan_from(stored) == hopper_units.rows("registers", 192, 4)
+    swapped = hopper_units.swap(16, 64, 128, stages=3).as_dict()
+    for wrong in ({**swapped, "block_n": 192}, {**stored, "block_m": 192}):
+        with pytest.raises(ValueError, match="power of two"):
+            limits.plan_from(wrong)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        hopper_units.swap(16, 64, 128, stages=3, persistent=1),
+        hopper_units.swap(16, 128, 128, stages=3, groups=2),
+        hopper_units.rows("registers", 128, 3, block_m=64, max_registers=128),
+    ],
+)
+def test_a_variant_survives_its_own_json(plan):
+    assert limits.plan_from(plan.as_dict()) == plan
+
+
+def test_a_plain_plan_is_stored_as_before_the_variants():
+    assert set(hopper_units.swap(16, 64, 128, stages=3).as_dict()) == {
+        "strategy", "form", "block_m", "block_n", "block_k", "num_warps", "num_stages",
+        "max_registers", "in_flight", "split_k",
+    }  # fmt: skip
+    assert "max_registers" not in hopper_units.rows("own", 128, 4).as_dict()
+
+
+def test_squares_from_registers_are_a_way_of_row_tiles_alone():
+    plan = Plan("single_pass", "tiles", 16, 32, 64, squares="registers")
+    with pytest.raises(ValueError, match="'registers' is a way of hopper_rows, not of 'tiles'"):
+        limits.plan_from(plan.as_dict())
+
+
+@pytest.mark.parametrize("changes", [{"persistent": 2}, {"groups": 0}, {"groups": 3}])
+def test_variants_that_do_not_exist(changes):
+    with pytest.raises(ValueError, match="persistent . must be 0 or 1, groups . 1 or 2"):
+        hopper_units.swap(16, 64, 128, stages=3, **changes)
+
+
+def test_an_epilogue_that_a_kernel_does_not_combine_is_no_launch():
+    from flashnorm_triton.launch import FAMILIES
+
+    plan = hopper_units.rows("registers", 128, 3)
+    with pytest.raises(ValueError, match="N a multiple of 8, not 1028"):
+        FAMILIES["hopper_rows"](plan, Problem("bfloat16", 8, 2056, 64, gated=True), 64)
