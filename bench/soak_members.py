@@ -54,8 +54,6 @@ class Member:
         parts = [plan.strategy, plan.form]
         parts += [plan.squares] if plan.form in ("tiles", "hopper_rows") else []
         parts += ["split"] if plan.split_k > 1 else []
-        parts += ["persistent"] if plan.persistent else []
-        parts += [f"groups of {plan.groups}"] if plan.groups > 1 else []
         parts += [self.problem.epilogue] if self.problem.epilogue else []
         return "/".join(parts)
 

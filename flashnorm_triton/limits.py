@@ -29,11 +29,11 @@ _STRATEGY_OF = {
 }
 _MOST = {
     "num_warps": 16, "num_stages": 16, "group_m": 1024, "max_registers": 255, "in_flight": 1,
-    "split_k": 64, "persistent": 1, "groups": 2,
+    "split_k": 64,
 }  # fmt: skip
 _MOST_GRID_Y = 65_535
 MOST_SPLIT_TILES = 1 << 12
-_MAY_BE_ZERO = ("max_registers", "in_flight", "persistent")
+_MAY_BE_ZERO = ("max_registers", "in_flight")
 
 
 def plan_from(stored: Mapping[str, Any]) -> Plan:
@@ -62,8 +62,6 @@ def plan_from(stored: Mapping[str, Any]) -> Plan:
         raise ValueError(f"squares {plan.squares!r} cannot serve strategy {plan.strategy!r}")
     if plan.squares == "registers" and plan.form != "hopper_rows":
         raise ValueError(f"squares 'registers' is a way of hopper_rows, not of {plan.form!r}")
-    if plan.block_n == 192 and plan.form != "hopper_rows":
-        raise ValueError("plan has block_n = 192: it must be a power of two")
     if plan.form not in ("library", "reference"):
         for name in ("block_m", "block_n", "block_k"):
             if not getattr(plan, name):
@@ -75,8 +73,7 @@ def _check_number(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"plan has {name} = {value!r}: it must be a whole number")
     if name.startswith("block_") or name == "num_warps":
-        # 192 features are two accumulators of the row tiles, 128 and 64 wide.
-        if (value < 1 or value & (value - 1)) and (name, value) != ("block_n", 192):
+        if value < 1 or value & (value - 1):
             raise ValueError(f"plan has {name} = {value}: it must be a power of two")
     elif value < (0 if name in _MAY_BE_ZERO else 1):
         raise ValueError(f"plan has {name} = {value}: it is too small")
@@ -102,25 +99,23 @@ def shared_bytes(plan: Plan, dtype: str, gated: bool = False) -> int:
     if plan.form == "tiles":
         copies = 2 if plan.squares == "own" else 1
         return (copies * x_tile + w_tile) * size * (plan.num_stages - 1)
-    staged = 0
-    if plan.form == "hopper_rows":
-        # Two accumulators of one width leave through one buffer.
-        staged = 128 if _shares_staging(plan) else plan.block_n
-    staging = plan.block_m * staged * size
+    staging = plan.block_m * plan.block_n * size if plan.form == "hopper_rows" else 0
+    if two_halves(plan):
+        staging //= 2
     if plan.form in TMA_FORMS:
         return (x_tile + w_tile) * size * plan.num_stages + staging
     return 0
 
 
-def _shares_staging(plan: Plan) -> bool:
-    return plan.squares == "registers" and plan.block_n == 256
+def two_halves(plan: Plan) -> bool:
+    """Whether a row tile is two accumulators side by side, which leave through one buffer."""
+    return plan.form == "hopper_rows" and plan.squares == "registers" and plan.block_n == 256
 
 
 def accumulators(plan: Plan, gated: bool = False) -> int:
     """Registers of a thread that hold sums of products and of squares: what must not spill."""
-    # The plan counts the warps of one consumer group.
-    groups = plan.block_m // 64 if plan.form == "hopper_rows" else plan.groups
-    threads = 32 * plan.num_warps * max(groups, 1)
+    # hopper_rows counts the warps of one of its two consumer groups.
+    threads = 32 * plan.num_warps * (2 if plan.form == "hopper_rows" else 1)
     products = plan.block_m * plan.block_n * (2 if gated and plan.form in GLUON_FORMS else 1)
     squares = plan.block_m * plan.block_k
     if plan.form == "gemv":
@@ -155,12 +150,10 @@ def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
     if plan.form == "hopper_rows":
         if problem.width % 8:
             return f"it writes rows of 16 bytes, and N is {problem.width}"
-        if plan.block_m not in (64, 128):
-            return f"its rows are one group of 64 or two, not {plan.block_m}"
+        if plan.block_m != 128:
+            return f"its rows are two groups of 64, not {plan.block_m}"
         if plan.squares == "shared":
             return "its squares are own, registers or given"
-        if plan.max_registers and plan.block_m != 64:
-            return "two groups of warps need the whole register file"
         if problem.gated and (plan.block_n > 128 or (plan.squares == "own" and plan.block_n > 64)):
             return "gate and up of that width do not fit the registers"
         if problem.epilogue and plan.squares == "own" and plan.block_n == 256:
@@ -168,11 +161,8 @@ def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
     if plan.form == "hopper_swap":
         if plan.block_n % 64 or plan.num_warps != 4:
             return "its consumer is one group of 4 warps and 64 weights, or more of them"
-        if plan.groups == 2 and (plan.block_n != 128 or problem.centred):
-            return "two groups share 128 weights, and exchange no sums for a mean"
-        whole = problem.centred or problem.gated or plan.persistent or plan.groups > 1
-        if plan.split_k > 1 and whole:
-            return "split-K goes with one group, one tile a program and one accumulator"
+        if plan.split_k > 1 and (problem.centred or problem.gated):
+            return "split-K adds up one accumulator and the squares alone"
     return None
 
 

@@ -32,10 +32,9 @@ class Plan:
     ``block_n`` output features, ``block_k`` hidden features a step. ``squares`` says how the tiles
     get the sum of squares: "own", "shared" or "given" (kernels/tiles.py), "own", "registers" or
     "given" (kernels/hopper_rows.py). ``max_registers`` caps the registers of a thread (0: no cap);
-    half of the register file lets two programs share a multiprocessor. Of hopper_swap alone:
-    ``in_flight`` is how many matrix instructions it leaves running when it gives a slot back (0 or
-    1), ``split_k`` how many programs share K, ``persistent`` (0 or 1) whether a program walks over
-    several tiles, ``groups`` (1 or 2) how many warp groups share a tile.
+    half of the register file lets two programs share a multiprocessor. ``in_flight`` is how many
+    matrix instructions hopper_swap leaves running when it gives a slot back: 0 or 1; ``split_k``
+    how many programs share K.
     """
 
     strategy: str
@@ -50,8 +49,6 @@ class Plan:
     max_registers: int = 0
     in_flight: int = 0
     split_k: int = 1
-    persistent: int = 0
-    groups: int = 1
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES or self.form not in FORMS:
@@ -61,10 +58,6 @@ class Plan:
         if self.squares not in ("own", "shared", "given", "registers"):
             raise ValueError(
                 f"squares is {self.squares!r}; it must be own, shared, given or registers"
-            )
-        if self.persistent not in (0, 1) or self.groups not in (1, 2):
-            raise ValueError(
-                f"persistent {self.persistent} must be 0 or 1, groups {self.groups} 1 or 2"
             )
         if self.in_flight not in (0, 1) or self.split_k < 1 or self.num_stages < 1:
             raise ValueError(
@@ -88,15 +81,9 @@ class Plan:
         if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
             del fields["group_m"]
         if self.form != "hopper_swap":
-            del fields["in_flight"]
+            del fields["max_registers"], fields["in_flight"]
             if self.form != "gemv" or self.split_k == 1:
                 del fields["split_k"]
-        if self.form != "hopper_swap" and not (self.form == "hopper_rows" and self.max_registers):
-            del fields["max_registers"]
-        if self.form != "hopper_swap" or not self.persistent:
-            del fields["persistent"]
-        if self.form != "hopper_swap" or self.groups == 1:
-            del fields["groups"]
         return fields
 
 

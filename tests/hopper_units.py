@@ -16,11 +16,9 @@ def swap(*blocks: int, stages: int, **more: int) -> Plan:
     return Plan("single_pass", "hopper_swap", *blocks, 4, stages, **more)
 
 
-def rows(squares: str, block_n: int, stages: int, block_m: int = 128, **more: int) -> Plan:
+def rows(squares: str, block_n: int, stages: int, block_m: int = 128) -> Plan:
     strategy = "stats_then_gemm" if squares == "given" else "single_pass"
-    return Plan(
-        strategy, "hopper_rows", block_m, block_n, 64, 4, stages, squares=squares, **more
-    )  # fmt: skip
+    return Plan(strategy, "hopper_rows", block_m, block_n, 64, 4, stages, squares=squares)
 
 
 def problem(dtype: str = "bfloat16", n: int = 2048, k: int = 1096, **epilogue: object) -> Problem:
@@ -29,28 +27,22 @@ def problem(dtype: str = "bfloat16", n: int = 2048, k: int = 1096, **epilogue: o
 
 ALL = {"has_bias": True, "centred": True, "has_residual": True}
 CASES: tuple[tuple[Plan, Problem], ...] = (
-    (swap(16, 64, 128, stages=3, max_registers=128, persistent=1), problem()),
-    (swap(64, 64, 128, stages=6, in_flight=1, persistent=1), problem("float16", has_bias=True)),
-    (swap(64, 128, 128, stages=3, in_flight=1, groups=2), problem(has_residual=True)),
-    (swap(32, 128, 64, stages=4, groups=2, persistent=1), problem(activation="relu2")),
+    (rows("registers", 128, 5), problem()),
+    (swap(64, 128, 128, stages=3), problem(has_residual=True)),
+    (swap(32, 128, 64, stages=4), problem(activation="relu2")),
     (swap(16, 64, 256, stages=2, in_flight=1), problem(activation="silu", gated=True)),
     (swap(64, 64, 128, stages=4, in_flight=1), problem(activation="gelu_tanh", gated=True, **ALL)),
     (swap(64, 64, 128, stages=3), problem("float16", activation="gelu", **ALL)),
-    (rows("registers", 128, 5), problem()),
-    (rows("registers", 256, 4), problem("float16", activation="relu", **ALL)),
-    (rows("registers", 192, 4), problem(k=1088, activation="gelu", **ALL)),
+    (rows("registers", 256, 4), problem("float16", k=1088, activation="relu", **ALL)),
     (rows("registers", 128, 3), problem(activation="silu", gated=True, has_residual=True)),
-    (rows("registers", 256, 4, block_m=64), problem(k=64)),
-    (rows("registers", 128, 3, block_m=64, max_registers=128), problem(has_bias=True)),
-    (rows("own", 192, 4), problem(activation="gelu_tanh", **ALL)),
+    (rows("own", 128, 4), problem(activation="gelu_tanh", **ALL)),
     (rows("own", 64, 4), problem(activation="gelu", gated=True, **ALL)),
     (rows("given", 128, 3), problem(activation="silu", gated=True, has_bias=True)),
-    (rows("given", 192, 4), problem(activation="relu2", has_residual=True)),
 )
 
 
 def name(plan: Plan, of: Problem) -> str:
-    return f"{unit_name(plan, of)}-m{plan.block_m}"
+    return unit_name(plan, of)
 
 
 def compile_units() -> Iterator[CompileUnit]:

@@ -19,9 +19,8 @@ its four warps, after each has waited for the instruction of step i - 1 and afte
 slot (in "registers", the rows of step i - 1 came before its instruction). The staging buffer of y
 is written after the group's previous copy out of it has been waited for.
 
-A tile may have a second accumulator, fed by a second weight tile a slot: up beside gate (GATED), or
-the columns from 128 on of a tile that is 192 or 256 wide (WIDE; an accumulator's width must be a
-power of two).
+A tile may have a second accumulator, fed by a second weight tile a slot: up beside gate ("gated"),
+or the second half of a tile's columns ("wide", whose halves leave through one staging buffer).
 """
 
 from triton.experimental import gluon
@@ -47,19 +46,18 @@ from flashnorm_triton.kernels.hopper_epilogue import (
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, v_desc, x_ring, w_ring, v_ring, ready, free, M, N: gl.constexpr,
-    K: gl.constexpr, GROUP_M: gl.constexpr, SECOND: gl.constexpr,
+    x_desc, w_desc, x_ring, w_ring, v_ring, ready, free, M, N: gl.constexpr, K: gl.constexpr,
+    GROUP_M: gl.constexpr, SECOND: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = w_ring.shape[0]
     BLOCK_K: gl.constexpr = w_ring.shape[2]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
     WIDTH: gl.constexpr = w_ring.shape[1]
-    MORE: gl.constexpr = v_ring.shape[1]
-    BLOCK_N: gl.constexpr = WIDTH + (MORE if SECOND == "wide" else 0)
+    BLOCK_N: gl.constexpr = 2 * WIDTH if SECOND == "wide" else WIDTH
     # Where the second weight tile begins, counted from the first.
     BESIDE: gl.constexpr = WIDTH if SECOND == "wide" else N
-    SECOND_BYTES: gl.constexpr = v_desc.block_type.nbytes if SECOND != "" else 0
-    TILE_BYTES: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes + SECOND_BYTES
+    WEIGHT_TILES: gl.constexpr = 2 if SECOND != "" else 1
+    TILE_BYTES: gl.constexpr = x_desc.block_type.nbytes + WEIGHT_TILES * w_desc.block_type.nbytes
     blocks_m = (M + BLOCK_M - 1) // BLOCK_M
     blocks_n: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     slot = 0
@@ -75,7 +73,7 @@ def _produce(
             )
             if SECOND != "":
                 tma.async_copy_global_to_shared(
-                    v_desc, [block_n * BLOCK_N + BESIDE, k], ready.index(slot), v_ring.index(slot)
+                    w_desc, [block_n * BLOCK_N + BESIDE, k], ready.index(slot), v_ring.index(slot)
                 )
             tma.async_copy_global_to_shared(
                 x_desc, [block_m * BLOCK_M, k], ready.index(slot), x_ring.index(slot)
@@ -248,23 +246,19 @@ def _paired(
 
 @gluon.jit
 def _consume(
-    y_desc, z_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring, w_ring, v_ring,
-    y_stage, z_stage, ready, free, M, eps, N: gl.constexpr, K: gl.constexpr, GROUP_M: gl.constexpr,
+    y_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring, w_ring, v_ring,
+    y_stage, ready, free, M, eps, N: gl.constexpr, K: gl.constexpr, GROUP_M: gl.constexpr,
     SQUARES: gl.constexpr, HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr, ACTIVATION: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = w_ring.shape[0]
     WIDTH: gl.constexpr = w_ring.shape[1]
-    MORE: gl.constexpr = v_ring.shape[1]
-    BLOCK_N: gl.constexpr = WIDTH + (MORE if SECOND == "wide" else 0)
+    BLOCK_N: gl.constexpr = 2 * WIDTH if SECOND == "wide" else WIDTH
     BLOCK_K: gl.constexpr = w_ring.shape[2]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
     ROWS: gl.constexpr = 64
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
-    )
-    second_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, MORE, 16]
     )
     blocks_m = (M + BLOCK_M - 1) // BLOCK_M
     blocks_n: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -275,7 +269,7 @@ def _consume(
     for tile in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
         block_m, block_n = tile_of(tile, blocks_m, blocks_n, GROUP_M)
         acc = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
-        second = gl.zeros([ROWS, MORE], gl.float32, second_layout)
+        second = acc
         if SQUARES == "registers":
             acc, second, squares, sums, slot, phase, previous = _from_registers(
                 x_ring, w_ring, v_ring, ready, free, slot, phase, previous, k_tiles, acc, second,
@@ -312,12 +306,10 @@ def _consume(
         _store(out, y_desc, y_stage, first_m, first_n, GROUP)
         if SECOND == "wide":
             out = _result(
-                second, gl.convert_layout(s, gl.SliceLayout(1, second_layout)),
-                gl.convert_layout(mean, gl.SliceLayout(1, second_layout)), bias_ptr, row_sums_ptr,
-                residual_ptr, first_m, first_n + WIDTH, M, N, HAS_BIAS, CENTRED, ACTIVATION,
-                HAS_RESIDUAL,
+                second, s, mean, bias_ptr, row_sums_ptr, residual_ptr, first_m, first_n + WIDTH, M,
+                N, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL,
             )  # fmt: skip
-            _store(out, z_desc, z_stage, first_m, first_n + WIDTH, GROUP)
+            _store(out, y_desc, y_stage, first_m, first_n + WIDTH, GROUP)
     tma.store_wait(0)
 
 
@@ -325,9 +317,7 @@ def _consume(
 def norm_rows_kernel(
     x_desc,
     w_desc,
-    v_desc,
     y_desc,
-    z_desc,
     bias_ptr,
     row_sums_ptr,
     residual_ptr,
@@ -352,62 +342,40 @@ def norm_rows_kernel(
     ``row_sums`` (fp32) and the mean are there with CENTRED (LayerNorm; then s = 1 / standard
     deviation, and "given" takes mean (M,) fp32 as well). SECOND names the second accumulator: "",
     "gated" (y = act(gate) * up + residual, where w, bias and row_sums have 2N rows, gate's and then
-    up's) or "wide" (the tile's columns beyond the first).
+    up's) or "wide" (a tile is two accumulators wide).
 
-    x (M, K), w (N or 2N, K) and y (M, N) are TMA descriptors; ``v_desc`` is w's and ``z_desc`` y's
-    for the second accumulator. Their blocks are those of the tile, y's 64 rows high; x's have 64
-    rows for each consumer warp group, of which there are one or two. Grid: (programs,), at most
-    one a tile and as many as the device runs at once. Launch with 4 warps.
+    x (M, K), w (N or 2N, K) and y (M, N) are TMA descriptors. The blocks of w and y are those of
+    one accumulator, y's 64 rows high; x's are 128, one 64-row half for each of two consumer warp
+    groups. Grid: (min(number of tiles, number of SMs),). Launch with 4 warps.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     WIDTH: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    GROUPS: gl.constexpr = BLOCK_M // 64
-    gl.static_assert(BLOCK_M == 64 or BLOCK_M == 128, "one or two consumer groups of 64 rows")
+    gl.static_assert(BLOCK_M == 128, "two consumer groups of 64 rows")
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, WIDTH, BLOCK_K], w_desc.layout)
-    y_stage = gl.allocate_shared_memory(y_desc.dtype, [GROUPS, 64, WIDTH], y_desc.layout)
+    y_stage = gl.allocate_shared_memory(y_desc.dtype, [2, 64, WIDTH], y_desc.layout)
     v_ring = w_ring
-    z_stage = y_stage
     if SECOND != "":
-        MORE: gl.constexpr = v_desc.block_type.shape[0]
-        v_ring = gl.allocate_shared_memory(v_desc.dtype, [STAGES, MORE, BLOCK_K], v_desc.layout)
-        if MORE != WIDTH:
-            z_stage = gl.allocate_shared_memory(z_desc.dtype, [GROUPS, 64, MORE], z_desc.layout)
+        v_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, WIDTH, BLOCK_K], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=GROUPS)
+        mbarrier.init(free.index(slot), count=2)
     fence_async_shared()
     block_barrier()
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (y_desc, z_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr,
-                            x_ring, w_ring, v_ring, y_stage, z_stage, ready, free, M, eps, N, K,
-                            GROUP_M, SQUARES, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND,
-                            0)),
-                (_produce, (x_desc, w_desc, v_desc, x_ring, w_ring, v_ring, ready, free, M, N, K,
-                            GROUP_M, SECOND)),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (y_desc, z_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr,
-                            x_ring, w_ring, v_ring, y_stage, z_stage, ready, free, M, eps, N, K,
-                            GROUP_M, SQUARES, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND,
-                            0)),
-                (_consume, (y_desc, z_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr,
-                            x_ring, w_ring, v_ring, y_stage, z_stage, ready, free, M, eps, N, K,
-                            GROUP_M, SQUARES, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND,
-                            1)),
-                (_produce, (x_desc, w_desc, v_desc, x_ring, w_ring, v_ring, ready, free, M, N, K,
-                            GROUP_M, SECOND)),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (y_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring,
+                        w_ring, v_ring, y_stage, ready, free, M, eps, N, K, GROUP_M, SQUARES,
+                        HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND, 0)),
+            (_consume, (y_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring,
+                        w_ring, v_ring, y_stage, ready, free, M, eps, N, K, GROUP_M, SQUARES,
+                        HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND, 1)),
+            (_produce, (x_desc, w_desc, x_ring, w_ring, v_ring, ready, free, M, N, K, GROUP_M,
+                        SECOND)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -2,19 +2,13 @@
 
 ``wgmma`` is at least 64 rows tall. With few rows of x the tall side goes to the weights ("swap"):
 acc (BLOCK_N weights, BLOCK_M rows of x) = w_tile @ x_tile.T. One producer warp copies both tiles by
-TMA; a consumer warp group issues the instruction and, while it runs, reads the same x tile from
+TMA; one consumer warp group issues the instruction and, while it runs, reads the same x tile from
 shared memory into registers and adds up its squares (and its values, for LayerNorm's mean).
 
-Who may reuse what, and when:
-
-* A slot of the rings is refilled after its ``free`` barrier completed, which takes one arrival of
-  each consumer group. A group arrives behind its own barrier of four warps, after it has waited for
-  the instruction that read the slot and after its reads of the x tile.
-* Two consumer groups (GROUPS 2) take 64 weights each and half of the rows' squares each. They swap
-  the halves' totals through ``totals``, behind the barrier ``summed`` (one arrival a group). Tiles
-  alternate between two buffers of totals: a group writes buffer b again only after the other has
-  arrived once more, which it does after it has read b.
-* The producer of a persistent program runs ahead across tiles; the rings never restart.
+Who may reuse what, and when: a slot of the rings is refilled after its ``free`` barrier completed,
+which takes one arrival. The consumer arrives behind a barrier of its four warps, after it has
+waited for the instruction that read the slot and after its reads of the x tile: no copy can
+overtake a running instruction.
 
 A gated pair (GATED) has two accumulators, fed by two weight tiles a slot: gate rows and up rows.
 With too few tiles for the device, K is shared among programs as well (split-K, see the kernel).
@@ -41,15 +35,17 @@ from flashnorm_triton.kernels.hopper_epilogue import (
 
 
 @gluon.jit
-def _fill(
-    x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, slot, phase, first_m, first_n, first_k,
-    k_tiles, N: gl.constexpr, GATED: gl.constexpr,
+def _produce(
+    x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, first_m, first_n, first_k, k_tiles,
+    N: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tiles of one output tile; returns the next slot and its phase."""
     STAGES: gl.constexpr = w_ring.shape[0]
     BLOCK_K: gl.constexpr = w_ring.shape[2]
     WEIGHT_TILES: gl.constexpr = 2 if GATED else 1
     TILE_BYTES: gl.constexpr = x_desc.block_type.nbytes + WEIGHT_TILES * w_desc.block_type.nbytes
+    slot = 0
+    # The first round finds every slot free: the phase before the first has passed.
+    phase = 1
     for i in range(k_tiles):
         mbarrier.wait(free.index(slot), phase)
         mbarrier.expect(ready.index(slot), TILE_BYTES)
@@ -62,77 +58,48 @@ def _fill(
         tma.async_copy_global_to_shared(x_desc, [first_m, k], ready.index(slot), x_ring.index(slot))
         slot = (slot + 1) % STAGES
         phase = phase ^ (slot == 0)
-    return slot, phase
 
 
 @gluon.jit
-def _produce(
-    x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, first_m, first_n, first_k, k_tiles, M,
-    N: gl.constexpr, GATED: gl.constexpr, PERSISTENT: gl.constexpr,
+def _consume(
+    bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, x_ring, w_ring, up_ring,
+    ready, free, first_m, first_n, k_tiles, M, eps, N: gl.constexpr, K: gl.constexpr,
+    HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, IN_FLIGHT: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    # The first round finds every slot free: the phase before the first has passed.
-    if PERSISTENT:
-        BLOCK_M: gl.constexpr = x_ring.shape[1]
-        BLOCK_N: gl.constexpr = w_ring.shape[1]
-        blocks_m = (M + BLOCK_M - 1) // BLOCK_M
-        blocks_n: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-        slot = 0
-        phase = 1
-        for tile in range(gl.program_id(0), blocks_m * blocks_n, gl.num_programs(0)):
-            slot, phase = _fill(
-                x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, slot, phase,
-                tile % blocks_m * BLOCK_M, tile // blocks_m * BLOCK_N, 0, k_tiles, N, GATED,
-            )  # fmt: skip
-    else:
-        _fill(
-            x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, gl.to_tensor(0), gl.to_tensor(1),
-            first_m, first_n, first_k, k_tiles, N, GATED,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _multiply(
-    x_ring, w_ring, up_ring, ready, free, slot, phase, previous, k_tiles, acc_layout: gl.constexpr,
-    CENTRED: gl.constexpr, GATED: gl.constexpr, IN_FLIGHT: gl.constexpr, GROUP: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    """One tile: (acc, up, squares, sums), then the next slot, its phase and the last slot."""
     STAGES: gl.constexpr = w_ring.shape[0]
-    ROWS: gl.constexpr = w_ring.shape[1] // GROUPS
+    BLOCK_N: gl.constexpr = w_ring.shape[1]
     BLOCK_K: gl.constexpr = w_ring.shape[2]
     BLOCK_M: gl.constexpr = x_ring.shape[1]
-    MINE: gl.constexpr = BLOCK_M // GROUPS
     WARPS: gl.constexpr = gl.num_warps()
-    # Instructions of a step, and those left running when the slot of the step before is given back.
+    # Instructions that are left running when the slot of the step before is given back.
     PENDING: gl.constexpr = IN_FLIGHT * (2 if GATED else 1)
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, 16]
+    )
     # 16-byte reads; a warp spans 32 / LANES_K rows.
     LANES_K: gl.constexpr = BLOCK_K // 8 if BLOCK_K // 8 < 32 else 32
     x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES_K, LANES_K], [WARPS, 1], [1, 0])
-    acc = gl.zeros([ROWS, BLOCK_M], gl.float32, acc_layout)
+    acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, acc_layout)
     up = acc
-    squares = gl.zeros([MINE, BLOCK_K], gl.float32, x_layout)
+    squares = gl.zeros([BLOCK_M, BLOCK_K], gl.float32, x_layout)
     # Eight neighbours of a thread make one value: sums cost an eighth of the squares' registers.
-    sums = gl.sum(gl.reshape(squares, [MINE, BLOCK_K // 8, 8]), axis=2)
+    sums = gl.sum(gl.reshape(squares, [BLOCK_M, BLOCK_K // 8, 8]), axis=2)
+    slot = 0
+    phase = 0
+    previous = STAGES - 1
     for i in range(k_tiles):
         mbarrier.wait(ready.index(slot), phase)
-        x_tile = x_ring.index(slot)
-        w_tile = w_ring.index(slot)
-        if GROUPS > 1:
-            w_tile = w_tile.slice(GROUP * ROWS, ROWS)
-        running = warpgroup_mma(w_tile, x_tile.permute((1, 0)), acc, is_async=True)
+        x_columns = x_ring.index(slot).permute((1, 0))
+        running = warpgroup_mma(w_ring.index(slot), x_columns, acc, is_async=True)
         if GATED:
-            up_tile = up_ring.index(slot)
-            if GROUPS > 1:
-                up_tile = up_tile.slice(GROUP * ROWS, ROWS)
-            up_running = warpgroup_mma(up_tile, x_tile.permute((1, 0)), up, is_async=True)
-        if GROUPS > 1:
-            x_tile = x_tile.slice(GROUP * MINE, MINE)
-        x = x_tile.load(x_layout).to(gl.float32)
+            beside = warpgroup_mma(up_ring.index(slot), x_columns, up, is_async=True)
+        x = x_ring.index(slot).load(x_layout).to(gl.float32)
         squares += x * x
         if CENTRED:
-            sums += gl.sum(gl.reshape(x, [MINE, BLOCK_K // 8, 8]), axis=2)
+            sums += gl.sum(gl.reshape(x, [BLOCK_M, BLOCK_K // 8, 8]), axis=2)
         if GATED:
-            acc, up = warpgroup_mma_wait(PENDING, deps=(running, up_running))
+            acc, up = warpgroup_mma_wait(PENDING, deps=(running, beside))
         else:
             acc = warpgroup_mma_wait(PENDING, deps=(running,))
         # All four warps have finished reading the slot before one thread gives it back.
@@ -148,113 +115,39 @@ def _multiply(
         acc, up = warpgroup_mma_wait(0, deps=(acc, up))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-    return acc, up, gl.sum(squares, axis=1), gl.sum(sums, axis=1), slot, phase, previous
-
-
-@gluon.jit
-def _exchange(
-    mine, totals, summed, buffer, phase, layout: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Both groups' totals of one tile, in the order of the rows: (BLOCK_M,)."""
-    HALF: gl.constexpr = mine.shape[0]
-    held = totals.index(buffer)
-    held.slice(GROUP * HALF, HALF).store(mine)
-    block_barrier()
-    mbarrier.arrive(summed, count=1)
-    mbarrier.wait(summed, phase)
-    return held.load(layout)
-
-
-@gluon.jit
-def _consume(
-    bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr, x_ring, w_ring, up_ring,
-    totals, ready, free, summed, first_m, first_n, k_tiles, M, eps, N: gl.constexpr,
-    K: gl.constexpr, HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr, ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr, IN_FLIGHT: gl.constexpr, SPLIT: gl.constexpr,
-    PERSISTENT: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    BLOCK_M: gl.constexpr = x_ring.shape[1]
-    BLOCK_N: gl.constexpr = w_ring.shape[1]
-    ROWS: gl.constexpr = BLOCK_N // GROUPS
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_M, 16]
-    )
-    if PERSISTENT:
-        blocks_m = (M + BLOCK_M - 1) // BLOCK_M
-        blocks_n: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-        first_tile = gl.program_id(0)
-        last_tile = blocks_m * blocks_n
-        step = gl.num_programs(0)
-        slot = 0
-        phase = 0
-        previous = w_ring.shape[0] - 1
-        turn = 0
-        for tile in range(first_tile, last_tile, step):
-            acc, up, total, sums, slot, phase, previous = _multiply(
-                x_ring, w_ring, up_ring, ready, free, slot, phase, previous, k_tiles, acc_layout,
-                CENTRED, GATED, IN_FLIGHT, GROUP, GROUPS,
-            )  # fmt: skip
-            if IN_FLIGHT > 0:
-                block_barrier()
-                mbarrier.arrive(free.index(previous), count=1)
-            if GROUPS > 1:
-                total = _exchange(
-                    total, totals, summed, turn % 2, turn // 2 % 2, gl.SliceLayout(0, acc_layout),
-                    GROUP,
-                )  # fmt: skip
-            else:
-                total = gl.convert_layout(total, gl.SliceLayout(0, acc_layout))
-            sums = gl.convert_layout(sums, gl.SliceLayout(0, acc_layout))
-            turn += 1  # noqa: SIM113 (a kernel's loop has no enumerate)
-            _finish(
-                acc, up, total, sums, bias_ptr, row_sums_ptr, residual_ptr, y_ptr,
-                tile % blocks_m * BLOCK_M, tile // blocks_m * BLOCK_N + GROUP * ROWS, M, eps, N, K,
-                HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
-            )  # fmt: skip
-    else:
-        acc, up, total, sums, _, _, _ = _multiply(
-            x_ring, w_ring, up_ring, ready, free, gl.to_tensor(0), gl.to_tensor(0),
-            gl.to_tensor(w_ring.shape[0] - 1), k_tiles, acc_layout, CENTRED, GATED, IN_FLIGHT,
-            GROUP, GROUPS,
+    total = gl.convert_layout(gl.sum(squares, axis=1), gl.SliceLayout(0, acc_layout))
+    shares = gl.convert_layout(gl.sum(sums, axis=1), gl.SliceLayout(0, acc_layout))
+    if SPLIT == 1:
+        _finish(
+            acc, up, total, shares, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m, first_n,
+            M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
         )  # fmt: skip
-        first_n += GROUP * ROWS
-        if GROUPS > 1:
-            total = _exchange(total, totals, summed, 0, 0, gl.SliceLayout(0, acc_layout), GROUP)
-        else:
-            total = gl.convert_layout(total, gl.SliceLayout(0, acc_layout))
-        sums = gl.convert_layout(sums, gl.SliceLayout(0, acc_layout))
-        if SPLIT == 1:
+    else:
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        PART: gl.constexpr = (BLOCK_N + 1) * BLOCK_M
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc_layout))
+        n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
+        cells = n[:, None] * BLOCK_M + m[None, :]
+        parts = partial_ptr + tile.to(gl.int64) * SPLIT * PART
+        mine = parts + gl.program_id(2) * PART
+        gl.store(mine + cells, acc)
+        gl.store(mine + BLOCK_N * BLOCK_M + m, total)
+        # The barrier orders the group's stores before the release of one thread's atomic.
+        block_barrier()
+        arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            # Every part is summed in the order of K, whoever came last: the same bits each time.
+            acc = gl.load(parts + cells, cache_modifier=".cg")
+            total = gl.load(parts + BLOCK_N * BLOCK_M + m, cache_modifier=".cg")
+            for part in gl.static_range(1, SPLIT):
+                acc += gl.load(parts + part * PART + cells, cache_modifier=".cg")
+                squares_of = parts + part * PART + BLOCK_N * BLOCK_M + m
+                total += gl.load(squares_of, cache_modifier=".cg")
+            gl.store(counter_ptr + tile, 0)
             _finish(
-                acc, up, total, sums, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m, first_n,
-                M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
+                acc, acc, total, total, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m,
+                first_n, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
             )  # fmt: skip
-        else:
-            tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-            PART: gl.constexpr = (BLOCK_N + 1) * BLOCK_M
-            m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc_layout))
-            n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
-            cells = n[:, None] * BLOCK_M + m[None, :]
-            parts = partial_ptr + tile.to(gl.int64) * SPLIT * PART
-            mine = parts + gl.program_id(2) * PART
-            gl.store(mine + cells, acc)
-            gl.store(mine + BLOCK_N * BLOCK_M + m, total)
-            # The barrier orders the group's stores before the release of one thread's atomic.
-            block_barrier()
-            arrived = gl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
-            if arrived == SPLIT - 1:
-                # Every part is summed in the order of K, whoever came last: the same bits each
-                # time.
-                acc = gl.load(parts + cells, cache_modifier=".cg")
-                total = gl.load(parts + BLOCK_N * BLOCK_M + m, cache_modifier=".cg")
-                for part in gl.static_range(1, SPLIT):
-                    acc += gl.load(parts + part * PART + cells, cache_modifier=".cg")
-                    squares_of = parts + part * PART + BLOCK_N * BLOCK_M + m
-                    total += gl.load(squares_of, cache_modifier=".cg")
-                gl.store(counter_ptr + tile, 0)
-                _finish(
-                    acc, acc, total, total, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m,
-                    first_n, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
-                )  # fmt: skip
 
 
 @gluon.jit
@@ -310,34 +203,26 @@ def norm_swap_kernel(
     HAS_RESIDUAL: gl.constexpr,
     IN_FLIGHT: gl.constexpr,
     SPLIT: gl.constexpr,
-    PERSISTENT: gl.constexpr,
-    GROUPS: gl.constexpr,
 ):
-    """y = act(s * (x @ w.T - mean * row_sums) + bias) + residual, for BLOCK_M x BLOCK_N tiles.
+    """y = act(s * (x @ w.T - mean * row_sums) + bias) + residual, for one BLOCK_M x BLOCK_N tile.
 
     y and residual are (M, N) contiguous, s = 1/rms of a row of x (M, K). ``row_sums`` (fp32) and
     the mean are there with CENTRED, which makes it LayerNorm: s = 1 / standard deviation. GATED:
     y = act(gate) * up + residual, where w, bias and row_sums have 2N rows, gate's and then up's.
 
-    Grid: (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLIT), or PERSISTENT (programs, 1, 1): each walks
-    the tiles with that stride. The block sizes are those of the descriptors of x and w (N or 2N,
-    K). Launch with 4 warps: a consumer is one warp group, and GROUPS of them share a tile.
+    Grid: (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLIT). The block sizes are those of the descriptors
+    of x and w (N or 2N, K). Launch with 4 warps: the consumer is one warp group.
 
     SPLIT > 1 shares K among that many programs. Each writes its fp32 part of the products and of
     the sum of squares to ``partial_ptr`` (tiles * SPLIT * (BLOCK_N + 1) * BLOCK_M values) and
     counts itself in ``counter_ptr`` (one int32 a tile, zero before the launch and after it); the
-    last one adds the parts up in the order of K and scales once. It goes with plain programs: no
-    CENTRED, GATED, PERSISTENT or second group.
+    last one adds the parts up in the order of K and scales once. Without CENTRED and GATED.
     """
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     k_tiles: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    gl.static_assert(
-        SPLIT == 1 or not (CENTRED or GATED or PERSISTENT or GROUPS > 1),
-        "split-K goes with plain programs",
-    )
-    gl.static_assert(GROUPS == 1 or not CENTRED, "two groups exchange squares alone")
+    gl.static_assert(SPLIT == 1 or not (CENTRED or GATED), "split-K adds up one accumulator")
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     up_ring = w_ring
@@ -347,14 +232,7 @@ def norm_swap_kernel(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=GROUPS)
-    totals = ready
-    summed = ready
-    if GROUPS > 1:
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        totals = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], flat)
-        summed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(summed, count=GROUPS)
+        mbarrier.init(free.index(slot), count=1)
     fence_async_shared()
     block_barrier()
     first_n = gl.program_id(0) * BLOCK_N
@@ -366,33 +244,14 @@ def norm_swap_kernel(
     else:
         first_k = gl.program_id(2) * SHARE
         my_tiles = min(k_tiles - first_k, SHARE)
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (_consume, (bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-                            x_ring, w_ring, up_ring, totals, ready, free, summed, first_m, first_n,
-                            my_tiles, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED,
-                            HAS_RESIDUAL, IN_FLIGHT, SPLIT, PERSISTENT, 0, 1)),
-                (_produce, (x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, first_m, first_n,
-                            first_k * BLOCK_K, my_tiles, M, N, GATED, PERSISTENT)),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-                            x_ring, w_ring, up_ring, totals, ready, free, summed, first_m, first_n,
-                            my_tiles, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED,
-                            HAS_RESIDUAL, IN_FLIGHT, SPLIT, PERSISTENT, 0, 2)),
-                (_consume, (bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
-                            x_ring, w_ring, up_ring, totals, ready, free, summed, first_m, first_n,
-                            my_tiles, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED,
-                            HAS_RESIDUAL, IN_FLIGHT, SPLIT, PERSISTENT, 1, 2)),
-                (_produce, (x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, first_m, first_n,
-                            first_k * BLOCK_K, my_tiles, M, N, GATED, PERSISTENT)),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
+                        x_ring, w_ring, up_ring, ready, free, first_m, first_n, my_tiles, M, eps, N,
+                        K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, IN_FLIGHT, SPLIT)),
+            (_produce, (x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, first_m, first_n,
+                        first_k * BLOCK_K, my_tiles, N, GATED)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

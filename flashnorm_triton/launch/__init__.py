@@ -41,9 +41,6 @@ def unit_name(plan: Plan, problem: Problem) -> str:
     tuned = f"w{plan.num_warps}s{plan.num_stages}"
     if plan.form == "hopper_swap":
         tuned += f"r{plan.max_registers}f{plan.in_flight}k{plan.split_k}"
-        tuned += "p" * plan.persistent + f"g{plan.groups}" * (plan.groups > 1)
-    elif plan.form == "hopper_rows" and plan.max_registers:
-        tuned += f"r{plan.max_registers}"
     return f"{plan.form}{own}-{blocks}-{tuned}-{problem.dtype}-{problem.k}to{problem.n}{flags}"
 
 

@@ -14,7 +14,7 @@ from flashnorm_triton.plans import Plan, Problem
 
 
 class _Hopper(TmaFamily):
-    """What both share: the epilogue's constants, and how many programs run at once."""
+    """What both share: the epilogue's constants and the launch options."""
 
     targets = ("sm90",)
 
@@ -37,11 +37,6 @@ class _Hopper(TmaFamily):
         cap = {"maxnreg": self.plan.max_registers} if self.plan.max_registers else {}
         return {"num_warps": self.plan.num_warps, **cap}
 
-    def programs(self, tiles: int, device: int) -> tuple[int, int, int]:
-        """The grid of a persistent launch: half of the registers lets two programs share one."""
-        at_once = 2 if self.plan.max_registers else 1
-        return (min(tiles, at_once * runtime.device_facts(device).sm_count), 1, 1)
-
 
 class HopperSwap(_Hopper):
     """single_pass, form "hopper_swap": needs compute capability 9.0, TMA and Gluon."""
@@ -60,8 +55,6 @@ class HopperSwap(_Hopper):
                 "GATED": problem.gated,
                 "IN_FLIGHT": plan.in_flight,
                 "SPLIT": plan.split_k,
-                "PERSISTENT": bool(plan.persistent),
-                "GROUPS": plan.groups,
             },
             self.types(x_desc=(plan.block_m, plan.block_k), w_desc=(plan.block_n, plan.block_k)),
             **self.options(),
@@ -73,8 +66,6 @@ class HopperSwap(_Hopper):
         x_tile, w_tile = self.x_and_w(geometry)
         grid = (cdiv(self.width, plan.block_n), cdiv(m, plan.block_m), plan.split_k)
         tiles = grid[0] * grid[1]
-        if plan.persistent:
-            grid = self.programs(tiles, device)
         split = plan.split_k > 1
         part_values = tiles * plan.split_k * (plan.block_n + 1) * plan.block_m
 
@@ -116,20 +107,9 @@ class HopperRows(_Hopper):
                 f"{problem.width}: use another plan"
             )
         self.stats = RowStats(problem) if plan.squares == "given" else None
-        # Columns of the two accumulators; a tile that is wider than one may be has a second.
-        wide = plan.block_n == 192 or (plan.block_n == 256 and plan.squares == "registers")
-        self.first = 128 if wide else plan.block_n
-        self.beside = plan.block_n - self.first if wide else plan.block_n if problem.gated else 0
-        blocks = {
-            "x_desc": (plan.block_m, plan.block_k),
-            "w_desc": (self.first, plan.block_k),
-            "y_desc": (64, self.first),
-        }
-        if self.beside:
-            blocks["v_desc"] = (self.beside, plan.block_k)
-        if wide:
-            blocks["z_desc"] = (64, self.beside)
-        self.wide = wide
+        wide = limits.two_halves(plan)
+        # Columns of one accumulator.
+        self.columns = plan.block_n // 2 if wide else plan.block_n
         self.kernel = Kernel(
             norm_rows_kernel,
             {
@@ -141,7 +121,11 @@ class HopperRows(_Hopper):
                 **self.epilogue(),
                 "SECOND": "wide" if wide else "gated" if problem.gated else "",
             },
-            self.types(**blocks),
+            self.types(
+                x_desc=(plan.block_m, plan.block_k),
+                w_desc=(self.columns, plan.block_k),
+                y_desc=(64, self.columns),
+            ),
             **self.options(),
         )
 
@@ -150,16 +134,10 @@ class HopperRows(_Hopper):
         kernel, shape, plan = self.kernel, (*lead, self.width), self.plan
         stats = self.stats.bind(geometry, eps) if self.stats else None
         x_tile = self.tile(plan.block_m, plan.block_k)(m, self.k, geometry.stride)
-        w_tile, v_tile = (
-            self.tile(rows, plan.block_k)(self.n, self.k, self.stride_wn) if rows else _no_tile
-            for rows in (self.first, self.beside)
-        )
-        y_tile, z_tile = (
-            self.tile(64, columns)(m, self.width, self.width) if columns else _no_tile
-            for columns in (self.first, self.beside if self.wide else 0)
-        )
+        w_tile = self.tile(self.columns, plan.block_k)(self.n, self.k, self.stride_wn)
+        y_tile = self.tile(64, self.columns)(m, self.width, self.width)
         tiles = cdiv(m, plan.block_m) * cdiv(self.width, plan.block_n)
-        grid = self.programs(tiles, device)
+        grid = (min(tiles, runtime.device_facts(device).sm_count), 1, 1)
 
         def run(
             x: Tensor,
@@ -172,13 +150,9 @@ class HopperRows(_Hopper):
             s, mean = stats(x) if stats else (None, None)
             y = x.new_empty(shape)
             kernel(
-                grid, device, x_tile(x), w_tile(w), v_tile(w), y_tile(y), z_tile(y), bias, row_sums,
-                residual, s, mean, m, eps,
+                grid, device, x_tile(x), w_tile(w), y_tile(y), bias, row_sums, residual, s, mean, m,
+                eps,
             )  # fmt: skip
             return y
 
         return run
-
-
-def _no_tile(tensor: Tensor) -> None:
-    """The descriptor of an accumulator that a kernel does not have."""
