@@ -1,9 +1,9 @@
 """The plans that a soak launches: which there are, and one of them made ready on the GPU.
 
-A family is a strategy, a form, the way it gets the squares, whether programs share K, stay for
-several tiles or have several consumer groups, and the epilogue. Its members are plans of the tables
-that may serve this GPU, of the built-in choice, and of the tuner's search space, each with a
-problem that it serves and a row count drawn within its bucket.
+A family is a strategy, a form, the way it gets the squares, whether programs share K, and the
+epilogue. Its members are plans of the tables that may serve this GPU, of the built-in choice, and
+of the tuner's search space, each with a problem that it serves and a row count drawn within its
+bucket.
 """
 
 from __future__ import annotations

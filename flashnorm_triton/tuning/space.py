@@ -58,8 +58,10 @@ _SWAP = {
 # (squares, BLOCK_N, stages)
 _ROWS = (
     ("own", 256, 3), ("given", 128, 5), ("own", 128, 5), ("own", 128, 4), ("own", 64, 6),
-    ("given", 256, 3), ("given", 64, 6),
+    ("given", 256, 3), ("registers", 256, 4), ("given", 64, 6),
 )  # fmt: skip
+# The same for gated pairs, whose tiles are two accumulators of BLOCK_N columns
+_PAIRS = (("registers", 128, 3), ("given", 128, 3), ("registers", 64, 5), ("own", 64, 4))
 # (BLOCK_M, BLOCK_N, warps, stages) with BLOCK_K 64
 _SCALED = ((128, 256, 8, 4), (128, 256, 8, 3), (128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5))
 # (BLOCK_N, BLOCK_K, stages) of portable tiles with few rows, and whole blocks with many
@@ -111,13 +113,13 @@ def _hopper(problem: Problem, rows: int, sm_count: int) -> Iterable[Plan]:
                 "single_pass", "hopper_swap", block_m, n, k, 4, stages,
                 max_registers=cap, in_flight=in_flight,
             )  # fmt: skip
-            tiles = -(-rows // block_m) * -(-problem.n // n)
+            tiles = -(-rows // block_m) * -(-problem.width // n)
             # Two rounds of small tiles at most: each block of rows reads the weights again.
             if rows <= block_m or tiles <= 2 * sm_count:
                 yield plan
     if rows >= 128:
-        for squares, n, stages in _ROWS:
-            strategy = "single_pass" if squares == "own" else "stats_then_gemm"
+        for squares, n, stages in _PAIRS if problem.gated else _ROWS:
+            strategy = "stats_then_gemm" if squares == "given" else "single_pass"
             yield Plan(strategy, "hopper_rows", 128, n, 64, 4, stages, squares=squares)
 
 
@@ -153,14 +155,16 @@ def _neighbours(plan: Plan) -> Iterable[Plan]:
 
 def _sensible(plan: Plan, problem: Problem, device: Device) -> bool:
     """Whether a plan is worth a compile: no accumulators that spill, no block beyond the matrix."""
-    if limits.accumulators(plan) > _MOST_ACCUMULATORS:
+    accumulators = limits.accumulators(plan, problem.gated)
+    if accumulators > _MOST_ACCUMULATORS:
         return False
     if plan.max_registers:
         # The cap is there to let two blocks share a multiprocessor: both must fit its memory.
-        fits_twice = 2 * limits.shared_bytes(plan, problem.dtype) <= limits.shared_limit(device)
-        if not fits_twice or limits.accumulators(plan) > plan.max_registers * 3 // 4:
+        needs = limits.shared_bytes(plan, problem.dtype, problem.gated)
+        fits_twice = 2 * needs <= limits.shared_limit(device)
+        if not fits_twice or accumulators > plan.max_registers * 3 // 4:
             return False
-    if plan.block_k >= 2 * problem.k or plan.block_n >= 2 * max(problem.n, 16):
+    if plan.block_k >= 2 * problem.k or plan.block_n >= 2 * max(problem.width, 16):
         return False
     steps = -(-problem.k // plan.block_k)
     if plan.form == "gemv" and plan.num_stages == 1 and steps > _MOST_UNROLLED:
