@@ -231,9 +231,10 @@ def warm_in_parallel(argv: Sequence[str], parts: int, log: report.Log) -> None:
     log(f"kernels compiled by {parts} processes")
 
 
-def affordable(seconds: float, done: int, cells: int, budget_s: float) -> bool:
-    """Whether the next of ``cells`` cells may take its time: the run is not behind its pace."""
-    return seconds <= budget_s * (done + 1) / cells
+def affordable(seconds: float, began: float, done: int, cells: int, budget_s: float) -> bool:
+    """Whether the next of ``cells`` cells may take its time: the run, which ``began`` at that
+    second and should end at ``budget_s``, is not behind its pace."""
+    return seconds - began <= (budget_s - began) * (done + 1) / cells
 
 
 def result_path(args: argparse.Namespace, gpu: str, dtype: str) -> Path:
@@ -261,7 +262,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         dtype, path = DTYPES[name], result_path(args, head["gpu"], name)
         shapes, tokens = args.cells[name]
         light = args.untuned or name != "bf16"
-        done = 0
+        done, began = 0, log.seconds
 
         def make_case(shape: Shape, dtype: torch.dtype = dtype) -> Case:
             return Case(
@@ -272,10 +273,14 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             )
 
         def cell(
-            case: Case, m: int, light: bool = light, cells: int = len(shapes) * len(tokens)
+            case: Case,
+            m: int,
+            light: bool = light,
+            began: float = began,
+            cells: int = len(shapes) * len(tokens),
         ) -> dict[str, Any]:
             nonlocal done
-            paced = affordable(log.seconds, done, cells, args.compile_budget)
+            paced = affordable(log.seconds, began, done, cells, args.compile_budget)
             done += 1
             return measure_cell(
                 case,

@@ -407,9 +407,12 @@ def test_liger_is_a_baseline_where_it_is_installed(monkeypatch):
 
 
 def test_compiling_keeps_the_pace():
-    assert norm_linear.affordable(1.0, 0, 84, 130.0)
-    assert not norm_linear.affordable(65.0, 40, 84, 130.0)
-    assert norm_linear.affordable(60.0, 41, 84, 130.0)
+    """One second a cell from the 30th second on."""
+    pace = {"began": 30.0, "cells": 100, "budget_s": 130.0}
+    assert norm_linear.affordable(30.9, done=0, **pace)
+    assert not norm_linear.affordable(31.1, done=0, **pace)
+    assert norm_linear.affordable(80.0, done=49, **pace)
+    assert not norm_linear.affordable(82.0, done=50, **pace)
 
 
 # --- the table ----------------------------------------------------------------------------------
