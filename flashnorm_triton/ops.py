@@ -77,7 +77,7 @@ def norm_linear(
         return dispatch.norm_linear(x, weight, eps, bias, gain, more, plan)
     if _autocasting(x):
         return _under_autocast(Call(x, weight, eps, bias, gain, more or PLAIN))
-    if _plain_eager(x, weight, bias, gain, row_sums, residual):
+    if plain_eager(x, weight, bias, gain, row_sums, residual):
         return dispatch.norm_linear(x, weight, eps, bias, gain, more)
     if _forward_mode():
         call = Call(x, weight, eps, bias, gain, more or PLAIN)
@@ -112,7 +112,7 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
     x (..., K) in bfloat16, float16, float32 or float64; gain (K,) in x's dtype or float32. Returns
     x's shape and dtype, rounded once. Raises as ``norm_linear`` does.
     """
-    if _plain_eager(x, gain):
+    if plain_eager(x, gain):
         return dispatch.rms_norm(x, eps, gain)
     if _forward_mode():
         check_rms_norm(x, eps, gain)
@@ -133,7 +133,7 @@ def _forward_mode() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
-def _plain_eager(x: Tensor, *others: Tensor | None) -> bool:
+def plain_eager(x: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing but a launch is wanted: no trace, no gradient, no mode, no subclass."""
     if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
         return False

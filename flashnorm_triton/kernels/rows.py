@@ -11,7 +11,7 @@ from flashnorm_triton.kernels.epilogue import rstd_of
 
 
 @triton.jit
-def _sum_of_squares(x_row, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def sum_of_squares(x_row, K: tl.constexpr, BLOCK_K: tl.constexpr):
     ks = tl.arange(0, BLOCK_K)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for k in tl.range(0, K, BLOCK_K):
@@ -58,7 +58,7 @@ def row_rstd_kernel(
         mean, total = _mean_and_squares(x_ptr + row * stride_xm, K, BLOCK_K)
         tl.store(mean_ptr + row, mean)
     else:
-        total = _sum_of_squares(x_ptr + row * stride_xm, K, BLOCK_K)
+        total = sum_of_squares(x_ptr + row * stride_xm, K, BLOCK_K)
     tl.store(s_ptr + row, rstd_of(total, K, eps))
 
 
@@ -86,7 +86,7 @@ def rms_norm_kernel(
             y *= tl.load(gain_ptr + ks, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_row + ks, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        s = rstd_of(_sum_of_squares(x_row, K, BLOCK_K), K, eps)
+        s = rstd_of(sum_of_squares(x_row, K, BLOCK_K), K, eps)
         for k in tl.range(0, K, BLOCK_K):
             tail = ks + k < K
             y_k = tl.load(x_row + ks + k, mask=tail, other=0.0).to(tl.float32) * s

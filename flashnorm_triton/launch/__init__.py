@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from flashnorm_triton.compile_unit import CompileUnit
 from flashnorm_triton.compiled import TRITON_DTYPE, Kernel
 from flashnorm_triton.launch.common import Geometry, Run
+from flashnorm_triton.launch.heads import Entry, HeadNorm
 from flashnorm_triton.launch.hopper import HopperRows, HopperSwap
 from flashnorm_triton.launch.norms import RmsNorm, RowStats
 from flashnorm_triton.launch.portable import Gemv, ScaledGemm, Tiles, Unfused
 from flashnorm_triton.plans import Plan, Problem, other_plans, shipped_plans
 
 __all__ = [
-    "FAMILIES", "Geometry", "Kernel", "RmsNorm", "RowStats", "Run", "compile_units", "unit_name",
+    "FAMILIES", "Entry", "Geometry", "HeadNorm", "Kernel", "RmsNorm", "RowStats", "Run",
+    "compile_units", "unit_name",
 ]  # fmt: skip
 
 FAMILIES: dict[str, Any] = {
@@ -51,6 +55,13 @@ def compile_units() -> Iterator[CompileUnit]:
             yield RmsNorm(k, has_gain).kernel.unit(f"rms_norm-{dtype}-{k}", dtype)
     stats = Problem("bfloat16", 4096, 4096, 4096)
     yield RowStats(stats).kernel.unit("row_rstd-bfloat16-4096", "bfloat16")
+    heads = [Entry(128 * n, 128 * n, 128, n // 8, 1e-6, True) for n in range(16)]
+    heads += [Entry(2048, 2048, 1536, 2, 1e-6, True), Entry(3584, 3584, 512)]
+    for dtype in TRITON_DTYPE:
+        for k, gains in ((None, 0), (4096, 3)):
+            named = [entry if gains else entry._replace(gain=-1) for entry in heads]
+            family = HeadNorm(named[: None if k else 16], 4096, 4096, k, gains, torch.device("cpu"))
+            yield family.unit(f"heads-{dtype}-{k or 'scaled'}", dtype)
     others = [
         (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
     ]

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from flashnorm_triton.heads import Head, HeadNorms, Heads
 from flashnorm_triton.models.cancel import CancelReport
-from flashnorm_triton.models.cancel_math import Head, Heads, normalise_heads
 from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice
 from flashnorm_triton.models.installers import Options
 from flashnorm_triton.models.packed import PackedSite
@@ -28,8 +28,8 @@ _SINGLE_PASS_ROWS = 64
 class CancelInstaller(PackedSite):
     """A site with decision "cancel" or "partial": packed weights, and the norms done with them.
 
-    ``heads`` and ``eps`` are what :func:`normalise_heads` takes; ``later`` the stock later norms,
-    which share their parameter tables with the modules in their places.
+    ``norms`` does the later norms' work; ``later`` are the stock ones, which share their parameter
+    tables with the modules in their places.
     """
 
     report: CancelReport
@@ -43,9 +43,8 @@ class CancelInstaller(PackedSite):
             told = "exact after all, as an unscaled product can leave float16's range"
             self.report = replace(self.report, how="exact", reason=f"{self.report.reason}; {told}")
         self.later = [model.get_submodule(norm.norm) for norm in report.later]
-        self.eps = tuple(norm.eps for norm in report.later)
         places = {norm.norm: index for index, norm in enumerate(report.later)}
-        self.heads = tuple(
+        heads = tuple(
             Heads(
                 start,
                 layout.heads,
@@ -53,6 +52,8 @@ class CancelInstaller(PackedSite):
             )
             for layout, (start, _) in zip(report.layouts, self.columns, strict=True)
         )
+        eps = tuple(norm.eps for norm in report.later)
+        self.norms = HeadNorms(heads, eps, tuple(n.convention == "1+w" for n in report.later))
 
     def replacements(self) -> dict[str, nn.Module]:
         """One module in the pre-norm's place, one in each linear's and each later norm's."""
@@ -64,12 +65,8 @@ class CancelInstaller(PackedSite):
         return modules
 
     def gains(self) -> tuple[Tensor | None, ...]:
-        """The later norms' gains as factors, read from their parameters at every call."""
-        gains = []
-        for module, norm in zip(self.later, self.report.later, strict=True):
-            weight = module._parameters.get("weight")
-            gains.append(1.0 + weight.float() if norm.convention == "1+w" else weight)
-        return tuple(gains)
+        """The later norms' weights as they are now, by index."""
+        return tuple(module._parameters.get("weight") for module in self.later)
 
 
 class CancelledNorm(FusedNormLinear):
@@ -85,19 +82,15 @@ class CancelledNorm(FusedNormLinear):
     def __init__(self, site: CancelInstaller) -> None:
         super().__init__(site)
         self.how = site.report.how
-        self.partial = site.report.decision == "partial"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        site, eps_factor, scale = self.site, None, None
-        if self._takes_raw_product(hidden_states):
-            z = nn.functional.linear(hidden_states, self._buffers["packed_weight"])
-            if self.how == "exact":
-                wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
-                eps_factor = wide.square().mean(-1, keepdim=True) + self.eps
-                scale = torch.rsqrt(eps_factor) if self.partial else None
-        else:
-            z = super().forward(hidden_states)
-        return normalise_heads(z, site.heads, site.gains(), site.eps, eps_factor, scale)
+        site = self.site
+        if not self._takes_raw_product(hidden_states):
+            return site.norms(super().forward(hidden_states), site.gains())
+        z = nn.functional.linear(hidden_states, self._buffers["packed_weight"])
+        if self.how == "fast":
+            return site.norms(z, site.gains())
+        return site.norms(z, site.gains(), hidden_states, self.eps)
 
     def _takes_raw_product(self, x: Tensor) -> bool:
         weight, bias = self._buffers["packed_weight"], self._buffers["packed_bias"]
@@ -126,7 +119,7 @@ class CancelledSlice(PackedSlice):
 
     def __init__(self, site: CancelInstaller, index: int) -> None:
         super().__init__(site, index)
-        widths = [group.columns_out for group in site.heads]
+        widths = [group.columns_out for group in site.norms.heads]
         self.start, self.width = sum(widths[:index]), sum(widths)
         self.columns = widths[index]
 
@@ -149,10 +142,10 @@ class DoneNorm(nn.Module):
         super().__init__()
         self.site = site
         self.index = index
-        self.eps = site.eps[index]
+        self.eps = site.norms.eps[index]
         self.training = self.stock.training
         self._parameters = self.stock._parameters
-        parts = (part.norms for group in site.heads for part in group.parts)
+        parts = (part.norms for group in site.norms.heads for part in group.parts)
         self.share = next((n.index(index), len(n)) for n in parts if index in n)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
