@@ -108,7 +108,7 @@ def cancellations(
         tracer = ColumnTracer(model, widths, readers, example_inputs)
     except Exception as error:
         return _untouched(report, sites, f"the model could not be copied: {error}")
-    failure = tracer.follow()
+    failure = tracer.observe()
     if failure is not None:
         return _untouched(report, sites, f"the model could not be followed: {failure}")
     return _Decider(model, modules, report, sites, tracer).decide(str(cancel))
@@ -181,7 +181,7 @@ class _Decider:
         for entry in entries.values():
             if isinstance(entry, CancelReport):
                 stand_ins.update(_stand_ins(entry))
-        return self.tracer.rehearse(stand_ins) if stand_ins else None
+        return self.tracer.replay(stand_ins) if stand_ins else None
 
     def _written(self, entries: dict[str, SiteReport]) -> tuple[SiteReport, ...]:
         homes = {

@@ -36,7 +36,7 @@ class CancelInstaller(PackedSite):
 
     def __init__(self, model: nn.Module, report: CancelReport, options: Options) -> None:
         super().__init__(model, report, options)
-        if report.how == "fast" and not self.folded:
+        if report.how == "fast" and not self.holds_all:
             told = "exact after all, as the gain is applied in the kernel and not folded"
             self.report = replace(self.report, how="exact", reason=f"{self.report.reason}; {told}")
         elif report.how == "fast" and self.linears[0].weight.dtype == torch.float16:
@@ -54,6 +54,11 @@ class CancelInstaller(PackedSite):
         )
         eps = tuple(norm.eps for norm in report.later)
         self.norms = HeadNorms(heads, eps, tuple(n.convention == "1+w" for n in report.later))
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the packed weights are all that the norm and the linears do to the unit rows."""
+        return self.folded or not self.source.has_gain
 
     def replacements(self) -> dict[str, nn.Module]:
         """One module in the pre-norm's place, one in each linear's and each later norm's."""
@@ -94,8 +99,10 @@ class CancelledNorm(FusedNormLinear):
 
     def _takes_raw_product(self, x: Tensor) -> bool:
         weight, bias = self._buffers["packed_weight"], self._buffers["packed_bias"]
-        if not self.folded or self.training or bias is not None:
+        if not self.site.holds_all or self.training or bias is not None:
             return False
+        if not self.folded and torch.is_grad_enabled():
+            return False  # the linears' own parameters, of which these are views, may learn
         if x.dtype is not weight.dtype or x.dtype is torch.float16:
             return False
         if torch.is_autocast_enabled(x.device.type):

@@ -8,27 +8,17 @@ Whatever else touches an output is written down for the columns it touched.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from flashnorm_triton.models.flow import leaves
-from flashnorm_triton.models.shadow import make_shadow, run_once
-
-_DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+from flashnorm_triton.models.trace import Tracer
 
 
 def _functions(*names: str) -> set[Any]:
@@ -77,11 +67,11 @@ class _Tag:
     places: Tensor
 
 
-class ColumnTracer(TorchFunctionMode):
+class ColumnTracer(Tracer):
     """Runs the double of ``model`` and follows the outputs of ``linears`` to ``norms``.
 
-    The model is only read. After :meth:`follow`, ``linear_uses`` and ``norm_uses`` hold what was
-    seen. :meth:`rehearse` then runs it with changed modules in their places.
+    The model is only read. After :meth:`observe`, ``linear_uses`` and ``norm_uses`` hold what was
+    seen. :meth:`replay` then runs it with changed modules in their places.
 
     Raises whatever copying the model raises.
     """
@@ -93,69 +83,62 @@ class ColumnTracer(TorchFunctionMode):
         norms: Iterable[str],
         example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     ) -> None:
-        super().__init__()
-        self.linear_uses = {name: LinearUse(columns) for name, columns in linears.items()}
-        self.norm_uses = {name: NormUse() for name in norms}
-        self._example_inputs = example_inputs
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        super().__init__(model, (), example_inputs)
+        self._widths, self._names = dict(linears), list(norms)
         self._tags: dict[int, tuple[Tensor, _Tag]] = {}
-        self._stack: list[str] = []
         self._quiet, self._kernels = False, 0
         self._stand_ins: dict[str, Callable[[Tensor], Tensor]] = {}
         self._shapes: list[tuple[str, Any]] = []
-        self._expected: list[tuple[str, Any]] = []
-        self._shadow = make_shadow(model, self._fakes)
-        for name, module in self._shadow.named_modules():
-            forward = type(module).forward.__get__(module)
-            module.forward = functools.wraps(forward)(
-                functools.partial(self._call, name, module, forward)
-            )
+        self._stock_shapes: list[tuple[str, Any]] = []
+        self._forget_uses()
 
-    def follow(self) -> str | None:
+    def observe(self) -> str | None:
         """Trace in training and in evaluation mode; None, or why the model could not be run."""
         try:
             self._run(training=True, decode=False)
             self._run(training=False, decode=True)
-            self._expected = self._shapes
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:200]
             return f"{type(error).__name__}: {text}"
+        self._stock_shapes = self._shapes
         return None
 
-    def rehearse(self, stand_ins: Mapping[str, Callable[[Tensor], Tensor]]) -> str | None:
+    def replay(self, stand_ins: Mapping[str, Callable[[Tensor], Tensor]]) -> str | None:
         """Run with other functions in the places of some modules.
 
         None when all other modules return the shapes that they did before, else the name of the
-        first that does not. Call after :meth:`follow`.
+        first that does not. Call after :meth:`observe`.
         """
         self._stand_ins = dict(stand_ins)
         try:
             self._run(training=False, decode=True)
         except Exception:
-            return next((n for n in reversed(self._stack) if n), "the model")
-        for before, after in zip(self._expected, self._shapes, strict=False):
+            return self.failed_at or "the model"
+        finally:
+            self._stand_ins = {}
+        for before, after in zip(self._stock_shapes, self._shapes, strict=False):
             if before != after and before[0] not in stand_ins:
                 return before[0]
-        return None if len(self._expected) == len(self._shapes) else "the model"
+        return None if len(self._stock_shapes) == len(self._shapes) else "the model"
 
     def _run(self, training: bool, decode: bool) -> None:
-        self._shadow.train(training)
         self._tags.clear()
-        self._stack, self._shapes = [], []
-        with ExitStack() as stack:
-            stack.enter_context(_without_logging())
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            for device_type in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-            stack.enter_context(torch.device("cpu"))
-            stack.enter_context(self._fakes)
-            stack.enter_context(self)
-            run_once(self._shadow, self._example_inputs, self._returned, decode)
+        self._shapes = []
+        with _Watch(self._watch):
+            super()._run(training, decode)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._tags.clear()
+        self._shapes = []
+        self._forget_uses()
+
+    def _forget_uses(self) -> None:
+        self.linear_uses = {name: LinearUse(n) for name, n in self._widths.items()}
+        self.norm_uses = {name: NormUse() for name in self._names}
 
     def _returned(self, output: Any) -> None:
-        self._other(output, "the model returns it")
+        self._other(output, "returned by the model")
 
     def _call(
         self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
@@ -163,42 +146,46 @@ class ColumnTracer(TorchFunctionMode):
         if self._quiet:
             return forward(*args, **kwargs)
         self._stack.append(name)
-        if name in self._stand_ins:
-            output = self._stand_ins[name](*args, **kwargs)
-        else:
-            output = self._observed(name, module, forward, args, kwargs)
+        try:
+            if name in self._stand_ins:
+                output = self._stand_ins[name](*args, **kwargs)
+            else:
+                output = self._seen(name, module, forward, args, kwargs)
+        except Exception:
+            self.failed_at = self.failed_at or name
+            raise
+        finally:
+            self._stack.pop()
         shapes = [(t.shape, t.dtype) for t in leaves(output) if isinstance(t, Tensor)]
         self._shapes.append((name, shapes))
-        self._stack.pop()  # not after an exception: the stack then says where it was raised
         return output
 
-    def _observed(
+    def _seen(
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if name in self.norm_uses:
-            return self._norm(name, forward, args, kwargs)
-        if type(module) is nn.Linear and len(args) == 1 and not kwargs:
-            self._other(args, f"it goes into {name}")
-            output = args[0].new_empty((*args[0].shape[:-1], module.out_features))
-        else:
-            depth = len(self._stack)
-            try:
-                return forward(*args, **kwargs)
-            except _DEPENDS_ON_DATA:
-                del self._stack[depth:]
-                floats = (v for v in leaves((args, kwargs)) if isinstance(v, Tensor))
-                first = next((v for v in floats if v.is_floating_point()), None)
-                if first is None:
-                    raise
-                self._other((args, kwargs), f"it goes into {name}, which depends on data")
-                return first.new_empty(first.shape)
+            return self._norm_call(name, forward, args, kwargs)
+        if type(module) is not nn.Linear or len(args) != 1 or kwargs:
+            returned = []
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                returned.append(True)
+                return output
+
+            output = self._unseen(name, module, noted, args, kwargs, [])
+            if not returned:
+                self._other((args, kwargs), f"given to {name}, which depends on data")
+            return output
+        self._other(args, f"read by {name}")
+        output = args[0].new_empty((*args[0].shape[:-1], module.out_features))
         if name in self.linear_uses:
             with unset_fake_temporarily():
                 places = torch.arange(output.numel(), dtype=torch.int32).view(output.shape)
             self._tags[id(output)] = (output, _Tag(name, places))
         return output
 
-    def _norm(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _norm_call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         use = self.norm_uses[name]
         entry = self._tags.get(id(args[0])) if len(args) == 1 and not kwargs else None
         self._quiet, self._kernels = True, 0
@@ -238,10 +225,8 @@ class ColumnTracer(TorchFunctionMode):
                 for column in columns:
                     use.other.setdefault(column, reason)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def _watch(self, func: Any, args: tuple[Any, ...], kwargs: dict) -> Any:
+        """One torch function of a module's code: what it does with what is followed."""
         result = _call_or_false(func, args, kwargs)
         if self._quiet:
             self._kernels += _is_new(result, args)
@@ -266,6 +251,19 @@ class ColumnTracer(TorchFunctionMode):
             where = self._stack[-1] if self._stack else "the model"
             self._other(values, f"read by {getattr(func, '__name__', func)} in {where}")
         return result
+
+
+class _Watch(TorchFunctionMode):
+    """Shows every torch function to ``watch``, which calls it."""
+
+    def __init__(self, watch: Callable[[Any, tuple[Any, ...], dict], Any]) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict | None = None
+    ) -> Any:
+        return self._watch(func, args, kwargs or {})
 
 
 def _call_or_false(func: Any, args: tuple[Any, ...], kwargs: dict) -> Any:
@@ -311,14 +309,3 @@ def _heads_before_last(places: Tensor, columns: int) -> bool:
         starts = places[..., 0] % columns
         heads = torch.arange(0, columns, width, dtype=starts.dtype)
         return torch.equal(starts, heads.expand_as(starts))
-
-
-@contextmanager
-def _without_logging() -> Iterator[None]:
-    """Fake tensors log each failure with its traceback; here a failure is an answer."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
