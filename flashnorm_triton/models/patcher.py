@@ -112,8 +112,9 @@ def patch(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch needs a torch.nn.Module, not {type(model).__name__}")
     model = getattr(model, "_orig_mod", model)
-    parameters = list(model.parameters())
-    if parameters and all(parameter.is_meta for parameter in parameters):
+    # No list of the parameters: it would keep weights alive that are to be freed site by site.
+    on_meta = [parameter.is_meta for parameter in model.parameters()]
+    if on_meta and all(on_meta):
         raise ValueError(
             f"{type(model).__name__} is on the meta device (not loaded, or offloaded), so there "
             "are no weights to fold: load it onto a device first; audit(model) works as it is"
