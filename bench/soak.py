@@ -264,7 +264,7 @@ def run_all(
 def run(args: argparse.Namespace) -> int:
     from bench import soak_members
     from flashnorm_triton.tuning.build import Job, Pool
-    from flashnorm_triton.tuning.rig import Rig
+    from flashnorm_triton.tuning.rig import Rig, make_room
 
     log = report.Log()
     rng = random.Random(args.seed)
@@ -293,6 +293,7 @@ def run(args: argparse.Namespace) -> int:
         built = builds[member].result()
         if built.error or built.findings:
             raise ValueError(built.error or f"lint: {built.findings[0]}")
+        make_room()
         made = soak_members.make_ready(member, streams)
         made.capture(rig.backend)
         return made

@@ -287,6 +287,33 @@ def test_a_member_wrong_at_its_first_launch_is_refused(no_streams, monkeypatch):
         soak_members.make_ready(member, no_streams, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("reasons", "draws"),
+    [
+        (["largest error 2"], 2),
+        (["largest error 2"] * 3, 3),
+        (["relative error 2", None], 1),
+        (["leaves values unwritten", None], 1),
+    ],
+)
+def test_only_the_noisy_figure_is_drawn_again(no_streams, monkeypatch, reasons, draws):
+    drawn = []
+
+    def check(case, run):
+        drawn.append(case)
+        reason = reasons[len(drawn) - 1] if len(drawn) <= len(reasons) else None
+        return validate.Verdict(reason, 1.0, 1.0), [run(part) for part in case.parts]
+
+    monkeypatch.setattr(validate, "check_values", check)
+    member = soak_members.Member(Problem("float32", 3, 96, 128), UNFUSED)
+    if len(reasons) == 1:
+        assert soak_members.make_ready(member, no_streams, "cpu").launch(0)
+    else:
+        with pytest.raises(ValueError, match="wrong at the first launch"):
+            soak_members.make_ready(member, no_streams, "cpu")
+    assert len(drawn) == draws
+
+
 @pytest.mark.parametrize("has_gain", [False, True])
 def test_the_unfused_pair_is_soaked_by_its_norm(no_streams, has_gain):
     problem = Problem("float32", 3, 96, 128, has_gain=has_gain)
@@ -330,6 +357,9 @@ def test_the_command_from_members_to_the_file(no_streams, monkeypatch, tmp_path,
     monkeypatch.setattr(soak_members.Ready, "replay", soak_members.Ready.launch)
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 100))
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
         monkeypatch.setattr(soak.measure, name, lambda: 4.0)
     monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
@@ -339,7 +369,7 @@ def test_the_command_from_members_to_the_file(no_streams, monkeypatch, tmp_path,
     records = results.load(path).records
     assert {record["family"] for record in records} >= {"single_pass/gemv"}
     assert all(record["goal_met"] and record["launches"] >= 100 for record in records)
-    assert NoGpu.closed == 1
+    assert NoGpu.closed == 1 and emptied  # little memory was free
     assert soak.main(argv) == 0 and results.load(path).records == records  # nothing left to do
 
 

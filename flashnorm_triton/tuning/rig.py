@@ -62,6 +62,14 @@ def floor_us(problem: Problem) -> float:
     return max(moved / 4e6, 2 * m * n * k / 7e8) + 2.0
 
 
+def make_room() -> None:
+    """Give back what ended graphs held, where memory is short: it stays in pools of their own until
+    it is asked for, and a capture cannot ask."""
+    free, total = torch.cuda.mem_get_info()
+    if free < total // 2:
+        torch.cuda.empty_cache()
+
+
 class Rig:
     """The current CUDA device, made ready for tuning.
 
@@ -95,11 +103,7 @@ class Rig:
 
     def open(self, problem: Problem) -> Bench:
         """A bench for one problem; the one before it is not to be used any more."""
-        free, total = torch.cuda.mem_get_info()
-        if free < total // 2:
-            # What ended graphs held stays in pools of their own until it is asked for, and a
-            # capture cannot ask.
-            torch.cuda.empty_cache()
+        make_room()
         return Bench(self, problem)
 
     def alive(self) -> bool:
