@@ -112,7 +112,7 @@ def test_shared_memory_and_registers_prune():
     assert not space._sensible(
         Plan("single_pass", "hopper_swap", 64, 128, 64, 4, 6, max_registers=128), problem, H200
     )
-    assert not space._sensible(Plan("single_pass", "gemv", 8, 8, 1024, 4, 1), problem, H200)
+    assert not space._sensible(Plan("single_pass", "gemv", 8, 32, 1024, 4, 1), problem, H200)
     # A GEMV that would be unrolled 32 times, and one whose block is twice the matrix.
     assert not space._sensible(Plan("single_pass", "gemv", 1, 4, 128, 1, 1), problem, H200)
     small = Problem("bfloat16", 1, 6144, 512)
