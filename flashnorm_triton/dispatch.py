@@ -33,6 +33,11 @@ class Epilogue(NamedTuple):
     activation: str | None = None
     gated: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to do."""
+        return all(part is None for part in self[:3]) and not self.gated
+
 
 PLAIN = Epilogue()
 

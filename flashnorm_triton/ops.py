@@ -71,14 +71,16 @@ def norm_linear(
         ValueError: shapes, devices, strides, an activation or an eps that do not fit; the message
             names them.
     """
-    more = _epilogue(row_sums, residual, activation, gated)
+    more = None
+    if row_sums is not None or residual is not None or activation is not None or gated:
+        more = Epilogue(row_sums, residual, activation, gated)
     if plan is not None:
         dispatch.check_forced(plan, Call(x, weight, eps, bias, gain, more or PLAIN))
         return dispatch.norm_linear(x, weight, eps, bias, gain, more, plan)
+    if _eager() and _plain(x, weight, bias, gain) and (more is None or _plain(x, *more[:2])):
+        return dispatch.norm_linear(x, weight, eps, bias, gain, more)
     if _autocasting(x):
         return _under_autocast(Call(x, weight, eps, bias, gain, more or PLAIN))
-    if plain_eager(x, weight, bias, gain, row_sums, residual):
-        return dispatch.norm_linear(x, weight, eps, bias, gain, more)
     if _forward_mode():
         call = Call(x, weight, eps, bias, gain, more or PLAIN)
         call.check()
@@ -86,14 +88,6 @@ def norm_linear(
     return torch.ops.flashnorm.norm_linear(
         x, weight, eps, bias, gain, row_sums, residual, activation, gated
     )
-
-
-def _epilogue(
-    row_sums: Tensor | None, residual: Tensor | None, activation: str | None, gated: bool
-) -> Epilogue | None:
-    if row_sums is None and residual is None and activation is None and not gated:
-        return None
-    return Epilogue(row_sums, residual, activation, gated)
 
 
 def _under_autocast(call: Call) -> Tensor:
@@ -112,7 +106,7 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
     x (..., K) in bfloat16, float16, float32 or float64; gain (K,) in x's dtype or float32. Returns
     x's shape and dtype, rounded once. Raises as ``norm_linear`` does.
     """
-    if plain_eager(x, gain):
+    if _eager() and _plain(x, gain):
         return dispatch.rms_norm(x, eps, gain)
     if _forward_mode():
         check_rms_norm(x, eps, gain)
@@ -120,34 +114,59 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
     return torch.ops.flashnorm.rms_norm(x, eps, gain)
 
 
+# Bound once: each of these questions is asked at every call of eager decoding.
+_is_compiling = torch.compiler.is_compiling
+_any_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.maybe_current_level
+_tracing_state = torch._C._get_tracing_state
+_grad_enabled = torch.is_grad_enabled
+
+
 def _autocasting(x: Tensor) -> bool:
-    """Whether torch.autocast is on for x's device; the first question is cheap and mostly no."""
-    if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
-        return False
+    """Whether torch.autocast is on for x's device."""
     kind = x.device.type
     return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
 
 
 def _forward_mode() -> bool:
     """Whether forward-mode gradients may be wanted: registered operations would drop them."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+    return not _is_compiling() and forward_ad._current_level >= 0
+
+
+def _eager() -> bool:
+    """Whether nothing watches or changes what operations run: no trace, mode or transform."""
+    return not (
+        _is_compiling()
+        or _any_autocast()
+        or _dispatch_modes()
+        or _functorch_level()
+        or _tracing_state() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def plain_eager(x: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing but a launch is wanted: no trace, no gradient, no mode, no subclass."""
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN or x.is_meta:
+    return _eager() and all(_plain(x, other) for other in others or (None,))
+
+
+def _plain(x: Tensor, a: Tensor | None, b: Tensor | None = None, c: Tensor | None = None) -> bool:
+    """Whether nothing but a launch is wanted of these: no gradient, no subclass, memory behind."""
+    if type(x) not in _PLAIN:
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level():
+    # A tensor without memory is told apart by its device where x is on a GPU.
+    real, track = x.is_cuda, _grad_enabled()
+    if (not real and x.is_meta) or (track and x.requires_grad):
         return False
-    if torch._C._get_tracing_state() is not None:
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    if torch.is_grad_enabled():
-        for tensor in (x, *others):
-            if tensor is not None and tensor.requires_grad:
-                return False
-    return all(t is None or (type(t) in _PLAIN and not t.is_meta) for t in others)
+    for tensor in (a, b, c):
+        if tensor is not None and (
+            type(tensor) not in _PLAIN
+            or (track and tensor.requires_grad)
+            or (not real and tensor.is_meta)
+        ):
+            return False
+    return True
 
 
 # Registration. The schemas are the operations' contract with torch.compile and export.
@@ -171,7 +190,8 @@ def _norm_linear(
     activation: str | None = None,
     gated: bool = False,
 ) -> Tensor:
-    more = _epilogue(row_sums, residual, activation, gated)
+    more = Epilogue(row_sums, residual, activation, gated)
+    more = None if more.is_plain else more
     return dispatch.norm_linear(x, weight, eps, bias, gain, more)
 
 

@@ -77,8 +77,14 @@ def gluon_supported() -> bool:
 
     Gluon is experimental and its names move: other releases get the plain Triton kernels.
     """
+    return triton_release() in GLUON_RELEASES
+
+
+@functools.cache
+def triton_release() -> tuple[int, ...]:
+    """The first two numbers of the installed Triton's version; empty without one."""
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) in GLUON_RELEASES
+        return ()
+    return tuple(int(part) for part in version.split(".")[:2])

@@ -38,7 +38,7 @@ from plan_params import (
 from torch import Tensor
 
 from flashnorm_triton import plans, runtime
-from flashnorm_triton.compiled import Kernel
+from flashnorm_triton.compiled import Kernel, _launcher
 from flashnorm_triton.ops import norm_linear
 from flashnorm_triton.plans import Plan
 
@@ -207,7 +207,7 @@ def test_nothing_is_written_outside_the_output(plan, dtype, device, monkeypatch)
 
     case = make_case(19, 37, 72, dtype, device, bias=True)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    y = norm_linear(*case, plan=plan)
+    y = run(plan, case)
     monkeypatch.undo()
     assert_right(y, case)
     assert fenced
@@ -319,6 +319,39 @@ def test_a_compiled_kernel_is_published_only_when_complete(monkeypatch):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda _: 0))
     kernel((1, 1, 1), 0)
     assert published == [False]
+
+
+class CudaLauncher:
+    """Triton 3.6's launcher: what it does with a call, and the part that launches."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.calls = 0
+
+    def launch(self, *arguments: Any) -> None:
+        self.launched.append(arguments)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *arguments: Any) -> None:
+        self.calls += 1
+        flags = (self.launch_cooperative_grid, self.launch_pdl)
+        self.launch(x, y, z, stream, function, *flags, None, None, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("release", "scratch", "whole"), [((3, 6), 0, 0), ((3, 7), 0, 1), ((3, 6), 64, 1)], ids=str
+)
+def test_the_direct_launch_is_the_launchers_own(release, scratch, whole, monkeypatch):
+    """Only in the release whose launcher is known, and only where no scratch is asked for."""
+    monkeypatch.setattr("flashnorm_triton.compiled.triton_release", lambda: release)
+    fake = CudaLauncher()
+    fake.global_scratch_size = scratch
+    _launcher(fake, 11, ("packed",), (576, True))((3, 2, 1), 7, ("x", "y"))
+    assert fake.calls == whole
+    after = ("packed",), None, None, None, "x", "y", 576, True
+    assert fake.launched == [(3, 2, 1, 7, 11, False, True, None, None, *after)]
 
 
 # Every plan that the heuristic can give, on sizes that no block divides.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashnorm_triton import limits, runtime, workspace
 from flashnorm_triton.compiled import Kernel
-from flashnorm_triton.launch.common import Geometry, Run, TmaFamily, cdiv
+from flashnorm_triton.launch.common import Geometry, Run, TmaFamily, cdiv, output_of
 from flashnorm_triton.launch.norms import RowStats
 from flashnorm_triton.plans import Plan, Problem
 
@@ -62,7 +62,8 @@ class HopperSwap(_Hopper):
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        plan, kernel, shape = self.plan, self.kernel, (*lead, self.width)
+        plan, kernel = self.plan, self.kernel
+        output = output_of((*lead, self.width), self.problem, geometry)
         x_tile, w_tile = self.x_and_w(geometry)
         grid = (cdiv(self.width, plan.block_n), cdiv(m, plan.block_m), plan.split_k)
         tiles = grid[0] * grid[1]
@@ -77,7 +78,7 @@ class HopperSwap(_Hopper):
             row_sums: Tensor | None = None,
             residual: Tensor | None = None,
         ) -> Tensor:
-            y = x.new_empty(shape)
+            y = output(x)
             parts = counters = None
             if split:
                 parts = workspace.parts(x, part_values)
@@ -131,7 +132,8 @@ class HopperRows(_Hopper):
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        kernel, shape, plan = self.kernel, (*lead, self.width), self.plan
+        kernel, plan = self.kernel, self.plan
+        output = output_of((*lead, self.width), self.problem, geometry)
         stats = self.stats.bind(geometry, eps) if self.stats else None
         x_tile = self.tile(plan.block_m, plan.block_k)(m, self.k, geometry.stride)
         w_tile = self.tile(self.columns, plan.block_k)(self.n, self.k, self.stride_wn)
@@ -148,7 +150,7 @@ class HopperRows(_Hopper):
             residual: Tensor | None = None,
         ) -> Tensor:
             s, mean = stats(x) if stats else (None, None)
-            y = x.new_empty(shape)
+            y = output(x)
             kernel(
                 grid, device, x_tile(x), w_tile(w), y_tile(y), bias, row_sums, residual, s, mean, m,
                 eps,

@@ -17,6 +17,7 @@ from flashnorm_triton.launch.common import (
     cdiv,
     check_half,
     epilogue_constants,
+    output_of,
 )
 from flashnorm_triton.launch.norms import RmsNorm, RowStats
 from flashnorm_triton.limits import ELEMENT_BYTES
@@ -55,7 +56,8 @@ class Gemv:
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, stride, lead, device = geometry
-        plan, kernel, shape = self.plan, self.kernel, (*lead, self.problem.width)
+        plan, kernel = self.plan, self.kernel
+        output = output_of((*lead, self.problem.width), self.problem, geometry)
         across, down = cdiv(self.problem.n, plan.block_n), cdiv(m, plan.block_m)
         grid = (across, down, plan.split_k)
         split, tiles = plan.split_k > 1, across * down
@@ -69,7 +71,7 @@ class Gemv:
             row_sums: Tensor | None = None,
             residual: Tensor | None = None,
         ) -> Tensor:
-            y = x.new_empty(shape)
+            y = output(x)
             parts = counters = None
             if split:
                 parts = workspace.parts(x, part_values)
@@ -170,7 +172,8 @@ class Tiles:
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, stride, lead, device = geometry
-        kernel, shape = self.kernel, (*lead, self.problem.width)
+        kernel = self.kernel
+        output = output_of((*lead, self.problem.width), self.problem, geometry)
         stats = self.stats.bind(geometry, eps) if self.stats else None
         tiles = cdiv(m, self.plan.block_m) * cdiv(self.problem.n, self.plan.block_n)
         grid = (tiles, 1, 1)
@@ -184,7 +187,7 @@ class Tiles:
             residual: Tensor | None = None,
         ) -> Tensor:
             s, mean = stats(x) if stats else (None, None)
-            y = x.new_empty(shape)
+            y = output(x)
             kernel(
                 grid, device, x, x, w, bias, gain, s, mean, row_sums, residual, y, m, stride, eps
             )
@@ -223,7 +226,8 @@ class ScaledGemm(TmaFamily):
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        kernel, shape = self.kernel, (*lead, self.n)
+        kernel = self.kernel
+        output = output_of((*lead, self.n), self.problem, geometry)
         stats = self.stats.bind(geometry, eps)
         x_tile, w_tile = self.x_and_w(geometry)
         tiles = cdiv(m, self.plan.block_m) * cdiv(self.n, self.plan.block_n)
@@ -239,7 +243,7 @@ class ScaledGemm(TmaFamily):
             residual: Tensor | None = None,
         ) -> Tensor:
             s, mean = stats(x)
-            y = x.new_empty(shape)
+            y = output(x)
             kernel(grid, device, x_tile(x), w_tile(w), bias, s, mean, row_sums, residual, y, m)
             return y
 
