@@ -238,11 +238,15 @@ def affordable(seconds: float, began: float, done: int, cells: int, budget_s: fl
 
 
 def result_path(args: argparse.Namespace, gpu: str, dtype: str) -> Path:
-    """Where the records of one dtype go: bf16 under the plain name, tables hidden under another."""
-    path = args.out or ROOT / "bench" / "results" / results.gpu_slug(gpu) / (
-        "norm_linear_untuned.json" if args.untuned else "norm_linear.json"
-    )
-    return path if dtype == args.dtypes[0] else path.with_stem(f"{path.stem}_{dtype}")
+    """Where the records of one dtype go: those of bf16, and of the first dtype of ``--out``, under
+    the plain name."""
+    folder = ROOT / "bench" / "results" / results.gpu_slug(gpu)
+    path = folder / ("norm_linear_untuned.json" if args.untuned else "norm_linear.json")
+    if args.out is not None:
+        return (
+            args.out if dtype == args.dtypes[0] else args.out.with_stem(f"{args.out.stem}_{dtype}")
+        )
+    return path if dtype == "bf16" else path.with_stem(f"{path.stem}_{dtype}")
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:

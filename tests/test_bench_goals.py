@@ -75,6 +75,8 @@ def test_what_is_measured_and_where_it_is_written(tmp_path):
     args = norm_linear.parse(["--untuned"])
     assert args.dtypes == ("bf16",) and not args.compiled and args.cells["bf16"][1] == TOKENS
     assert norm_linear.result_path(args, "NVIDIA H200", "bf16").name == "norm_linear_untuned.json"
+    args = norm_linear.parse(["--dtype", "fp16"])
+    assert norm_linear.result_path(args, "NVIDIA H200", "fp16").name == "norm_linear_fp16.json"
     args = norm_linear.parse(["--dtype", "fp16", "--out", str(tmp_path / "mine.json")])
     assert args.cells["fp16"] == (SHAPES, TOKENS)
     assert norm_linear.result_path(args, "NVIDIA H200", "fp16") == tmp_path / "mine.json"
