@@ -315,6 +315,7 @@ def other_plans() -> tuple[Plan, ...]:
         Plan("stats_then_gemm", "tiles", 128, 128, 64, 8, 3, squares="given"),
         Plan("stats_then_gemm", "scaled_gemm", 128, 256, 64, 8, 4),
         Plan("single_pass", "hopper_swap", 16, 64, 128, 4, 3, max_registers=128, split_k=3),
+        Plan("single_pass", "hopper_rows", 128, 256, 64, 4, 4, squares="registers"),
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import hopper_units
 import pytest
+import torch
 from aot_runs import Run, compiled
+from plan_params import skip_unless_it_runs_here
 
 from flashnorm_triton import limits
 from flashnorm_triton.plans import Device, Plan, Problem
-from flashnorm_triton.tuning import lint
+from flashnorm_triton.tuning import lint, rig, validate
 
 H200 = Device("cuda", 90, 132, gluon=True)
 CASES = [pytest.param(*case, id=hopper_units.name(*case)) for case in hopper_units.CASES]
@@ -49,6 +52,22 @@ def test_squares_from_registers_read_no_x_from_shared_memory_but_to_load_it(unit
     assert loads and all("#ttg.dot_op" in line for line in loads)
     ptx = units.text(hopper_units.name(plan, problem), kind="ptx")
     assert "ldmatrix" in ptx
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("plan", "problem"), CASES)
+def test_a_variant_keeps_the_contract_on_a_gpu(plan, problem, dtype):
+    """Sizes that no block divides; values on poisoned memory, bits while another stream is busy."""
+    skip_unless_it_runs_here(plan)
+    load = rig.Load()
+    n, k = (1032 if plan.form == "hopper_rows" else 1042), 584
+    for m in (1, plan.block_m + 1, 20 * plan.block_m + 5):
+        odd = replace(problem, dtype=dtype, m=m, n=2 * n if problem.gated else n, k=k)
+        weight = torch.randn(odd.n, k, device="cuda").mul_(k**-0.5).to(getattr(torch, dtype))
+        case = validate.make_case(odd, weight)
+        verdict = validate.check(case, rig.run_of(case, plan), 24, lambda: load(1))
+        assert verdict.reason is None, f"{m} rows: {verdict}"
 
 
 def rules(text: str) -> set[str]:
