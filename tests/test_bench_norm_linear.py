@@ -402,12 +402,14 @@ def test_liger_is_a_baseline_where_it_is_installed(monkeypatch):
     found = case.candidates(x, compiled=False)
     with torch.no_grad():
         assert torch.equal(found["liger_norm+linear"](0), found["rms_norm+linear"](0))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", None)  # a broken install
+    with pytest.raises(ImportError):
+        case.candidates(x, compiled=False)["liger_norm+linear"](0)
     timings = {"ours": steady(5.0), "stock": steady(9.0), "liger_norm+linear": steady(7.0)}
     assert norm_linear.compare(timings)["best_unfused"] == "liger_norm+linear"
 
 
 def test_compiling_keeps_the_pace():
-    """One second a cell from the 30th second on."""
     pace = {"began": 30.0, "cells": 100, "budget_s": 130.0}
     assert norm_linear.affordable(30.9, done=0, **pace)
     assert not norm_linear.affordable(31.1, done=0, **pace)
