@@ -56,7 +56,53 @@ def test_fold_error_sees_a_fold_that_leaves_float16() -> None:
         assert (error < 5e-4) == healthy, (float(gain[0]), error)
 
 
+def _layer(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return _rms(x - x.mean(-1, keepdim=True), eps)
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_layer_norm_in_the_weights(centre: bool) -> None:
+    """s·(x W**ᵀ - mean(x)·row_sums) + c* is the LayerNorm and the linear, centred or not."""
+    x, weight = (torch.randn(5, 33) + 2).double(), torch.randn(21, 33).double()
+    gain, shift, bias = (torch.randn(size).double() for size in (33, 33, 21))
+    expected = (_layer(x, 1e-5) * gain + shift) @ weight.T + bias
+    folded = algebra.fold(weight, gain, centre=centre)
+    sums, moved = algebra.row_sums(folded), algebra.move_bias(weight, shift, bias)
+    s = torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5)
+    actual = s * (x @ folded.T - x.mean(-1, keepdim=True) * sums) + moved
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert (sums.abs().max() < 1e-12) == centre
+    in_kernel = algebra.row_sums(weight, gain)
+    torch.testing.assert_close(in_kernel, (weight * gain).sum(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_and_moved_bias_are_wide(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(algebra, "_FOLD_CHUNK", 40)
+    weight, shift, bias = (torch.randn(size).to(dtype) for size in ((23, 300), (300,), (23,)))
+    moved, sums = algebra.move_bias(weight, shift, bias), algebra.row_sums(weight)
+    assert moved.dtype == sums.dtype == torch.float32
+    exact = bias.double() + weight.double() @ shift.double()
+    assert (moved - exact).norm() < 1e-6 * exact.norm()
+    assert (sums - weight.double().sum(-1)).norm() < 1e-6 * sums.norm()
+    without = algebra.move_bias(weight, shift)
+    torch.testing.assert_close(without, moved - bias.float(), rtol=1e-5, atol=1e-4)
+
+
+def test_centring_rounds_once_and_is_seen_by_fold_error() -> None:
+    weight, gain = torch.randn(19, 45).half(), torch.rand(45) + 0.5
+    exact = weight.double() * gain.double()
+    exact = exact - exact.mean(-1, keepdim=True)
+    folded = algebra.fold(weight, gain, centre=True)
+    assert (folded != exact.half()).float().mean() < 0.01
+    assert algebra.fold_error(weight, gain, folded, centre=True) < 3e-4
+    assert algebra.fold_error(weight, gain, folded) > 1e-2
+    assert not torch.equal(algebra.fold(weight, None, centre=True), weight)
+
+
 def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"norm bias of shape \(4,\) does not fit .* \(2, 3\)"):
+        algebra.move_bias(torch.ones(2, 3), torch.ones(4))
     with pytest.raises(ValueError, match=r"unknown gain convention '2\+w'"):
         algebra.effective_gain(torch.ones(3), "2+w")
     with pytest.raises(ValueError, match="needs the norm's weight"):

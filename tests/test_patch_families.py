@@ -95,7 +95,7 @@ def test_family(family: Family, device: torch.device) -> None:
         family.alone,
     ), handle.report.to_json()
     ours = _output(model, inputs)
-    assert not torch.equal(ours, stock)
+    assert not family.packed or not torch.equal(ours, stock)
     assert _error(ours, exact) <= 1.25 * _error(stock, exact) + FLOOR
     if tokens is not None:
         assert torch.equal(_tokens(model, inputs), tokens)
