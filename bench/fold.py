@@ -37,14 +37,14 @@ import json, resource, sys, time
 import torch, transformers
 from transformers import LlamaForCausalLM
 from flashnorm_triton.checkpoints import folding
-started = time.perf_counter()
+started, busy = time.perf_counter(), time.process_time()
 folds = 0
 if len(sys.argv) > 2:
     record = folding.fold_checkpoint(sys.argv[1], sys.argv[2], progress=False).record
     folds = len(record["folds"])
-seconds = time.perf_counter() - started
+seconds, cpu = time.perf_counter() - started, time.process_time() - busy
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": seconds, "peak_bytes": peak, "folds": folds}))
+print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_bytes": peak, "folds": folds}))
 """
 
 
@@ -129,11 +129,11 @@ def child(*arguments: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def copy(source: Path, target: Path) -> float:
-    """Seconds of a plain copy."""
-    started = time.perf_counter()
+def copy(source: Path, target: Path) -> tuple[float, float]:
+    """Seconds of a plain copy, and of processor time in them."""
+    started, busy = time.perf_counter(), time.process_time()
     shutil.copytree(source, target)
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - busy
 
 
 def main() -> int:
@@ -163,8 +163,8 @@ def main() -> int:
             record = json.loads((target / "flashnorm.json").read_text())
             shutil.rmtree(target)
             print(
-                f"round {number + 1}: copy {copies[-1]:.1f} s, fold {folds[-1]['seconds']:.1f} s, "
-                f"peak {folds[-1]['peak_bytes'] / 1e6:.0f} MB",
+                f"round {number + 1}: copy {copies[-1][0]:.1f} s, "
+                f"fold {folds[-1]['seconds']:.1f} s, peak {folds[-1]['peak_bytes'] / 1e6:.0f} MB",
                 flush=True,
             )
         apart = sum(
@@ -173,6 +173,7 @@ def main() -> int:
             for target in fold["into"]
         )
     seconds = [fold["seconds"] for fold in folds]
+    plain = [copied[0] for copied in copies]
     peak = max(fold["peak_bytes"] for fold in folds)
     result = {
         "schema": 1,
@@ -189,8 +190,11 @@ def main() -> int:
         "peak_bytes_of_imports": imports["peak_bytes"],
         "peak_over_largest_shard": peak / max(sizes),
         "fold_seconds": seconds,
-        "copy_seconds": copies,
-        "fold_over_copy": statistics.median(f / c for f, c in zip(seconds, copies, strict=True)),
+        "copy_seconds": plain,
+        "fold_cpu_seconds": [fold["cpu"] for fold in folds],
+        "copy_cpu_seconds": [copied[1] for copied in copies],
+        "load_average": os.getloadavg()[0],
+        "fold_over_copy": statistics.median(f / c for f, c in zip(seconds, plain, strict=True)),
         "limits": {"peak_over_largest_shard": MEMORY_LIMIT, "fold_over_copy": TIME_LIMIT},
     }
     write_text(options.out, json.dumps(result, indent=1) + "\n")

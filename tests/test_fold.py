@@ -6,12 +6,15 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from folders import layout, load, logits, record, relative, saved, tensors
+from transformers import AutoConfig
 
 import flashnorm_triton as fn
+from flashnorm_triton.checkpoints.flags import is_folded
 from flashnorm_triton.demo_model import FOLDER
 
 
@@ -112,6 +115,32 @@ def test_flags_and_card(tmp_path: Path) -> None:
     text = (tmp_path / "on" / "README.md").read_text()
     assert record(tmp_path / "on")["source"]["sha256"] in text and fn.__version__ in text
     assert (tmp_path / "on" / "README.source.md").read_text() == card
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "marks"),
+    [
+        ("llama", {}, ["flashnorm_folded", "flash_norm"]),
+        ("llama", {"head": False}, ["flash_norm"]),  # the first would drop the final norm's gain
+        ("llama", {"max_crest": 1.5}, []),
+        ("qwen3", {}, ["flashnorm_folded", "flash_norm"]),  # its head norms are another matter
+        ("gemma", {}, ["flash_norm"]),  # a tied head
+        ("gemma", {"untie": True}, ["flashnorm_folded", "flash_norm"]),
+        ("gemma2", {}, []),  # norms after attention and MLP
+        ("olmo2", {}, []),
+        ("gpt2", {}, []),  # no RMS norm
+    ],
+)
+def test_marks_never_make_an_engine_drop_a_gain(
+    tmp_path: Path, family: str, options: dict[str, Any], marks: list[str]
+) -> None:
+    source = saved(tmp_path / "src", family, shard="1GB")
+    made = fn.fold_checkpoint(source, tmp_path / "dst", progress=False, **options).record
+    config = json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert [key for key in config if key.startswith("flash")] == made["marks"] == marks
+    assert is_folded(config) == is_folded(AutoConfig.from_pretrained(tmp_path / "dst"))
+    assert is_folded(config) == bool(marks)
+    assert ("weightless-rmsnorm" in (tmp_path / "dst" / "README.md").read_text()) == bool(marks)
 
 
 def test_dtype_converts_what_the_model_is_made_of(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def make_card(folder: Path, record: dict[str, Any], flags: bool) -> str:
+def make_card(folder: Path, record: dict[str, Any]) -> str:
     """The text of README.md for a fold that ``record`` (flashnorm.json) describes.
 
     ``folder`` is the source: what its own card says of licence and language is kept.
@@ -26,7 +26,7 @@ def make_card(folder: Path, record: dict[str, Any], flags: bool) -> str:
     meta.setdefault("library_name", "transformers")
     if _HUB_ID.fullmatch(source):
         meta["base_model"] = source
-    meta["tags"] = [*([TAG] if flags else []), "flashnorm"]
+    meta["tags"] = [*([TAG] if record["marks"] else []), "flashnorm"]
     front = yaml.safe_dump(meta, sort_keys=False, allow_unicode=True)
     folds = record["folds"]
     moved = sum(fold["bias"] == "moved" for fold in folds)

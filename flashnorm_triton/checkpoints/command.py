@@ -41,6 +41,10 @@ def fold(
     head: Annotated[
         bool, typer.Option(help="Fold the final norm into an untied output head.")
     ] = True,
+    max_crest: Annotated[
+        float | None,
+        typer.Option(help="Leave norms with more uneven gains alone, for quantizing (try 1.25)."),
+    ] = None,
     flags: Annotated[bool, typer.Option(help="Mark config.json and the card as folded.")] = True,
     push: Annotated[
         str | None, typer.Option(metavar="REPO", help="Upload the result to this hub repository.")
@@ -55,13 +59,22 @@ def fold(
 
     try:
         result = fold_checkpoint(
-            _source(src), dst, strict=strict, dtype=dtype, untie=untie, head=head, flags=flags
+            _source(src),
+            dst,
+            strict=strict,
+            dtype=dtype,
+            untie=untie,
+            head=head,
+            max_crest=max_crest,
+            flags=flags,
         )
         typer.echo(result.summary())
         for file in result.record["left_out"]:
             typer.echo(f"not copied, it holds the unfolded weights: {file}")
         if result.record["head"]:
             typer.echo("the final norm is folded too: last_hidden_state is without its gain")
+        if flags and not result.record["marks"]:
+            typer.echo("config.json is not marked: norms that engines would drop keep their gains")
         if verify:
             _verify(_source(src), dst, None, "cpu", "float64")
         if push is not None:

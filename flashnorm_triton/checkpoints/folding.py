@@ -19,7 +19,6 @@ import torch
 
 from flashnorm_triton import __version__
 from flashnorm_triton.checkpoints.card import make_card
-from flashnorm_triton.checkpoints.flags import with_flags
 from flashnorm_triton.checkpoints.guard import check_destination, check_foldable, check_space
 from flashnorm_triton.checkpoints.plan import Plan, divided_bias, gain_of, make_plan
 from flashnorm_triton.checkpoints.safefile import FLOATS, NAME_OF
@@ -63,6 +62,7 @@ def fold_checkpoint(
     dtype: torch.dtype | str | None = None,
     untie: bool = False,
     head: bool = True,
+    max_crest: float | None = None,
     flags: bool = True,
     progress: bool = True,
 ) -> FoldResult:
@@ -83,7 +83,10 @@ def fold_checkpoint(
         untie: give a head that is tied to the embedding a tensor of its own, to fold into.
         head: fold the final norm into the head, where that is not tied. The hidden states that the
             model returns are then without that norm's gain; logits are the same.
-        flags: mark config.json (``flashnorm_folded``, ``flash_norm``) and the card's tags.
+        max_crest: leave norms alone whose gain has a larger crest factor (max|g| / rms(g)): what
+            is quantized afterwards then errs at most that many times more than the source would.
+        flags: mark config.json (``flashnorm_folded``, ``flash_norm``) and the card's tags, where
+            the marks are true: engines that read them drop the norms' tensors.
         progress: show a bar with bytes and remaining time.
 
     Returns:
@@ -96,10 +99,14 @@ def fold_checkpoint(
     folder, name = locate(src)
     destination = Path(dst).expanduser()
     check_destination(folder, destination)
+    if max_crest is not None and not max_crest >= 1:
+        raise ValueError(
+            f"max_crest={max_crest}: a crest factor is at least 1; usual are 1.25 to 2"
+        )
     wanted = _dtype_name(dtype)
     source = open_source(folder, name)
     check_foldable(source)
-    plan = make_plan(source, untie=untie, head=head)
+    plan = make_plan(source, untie=untie, head=head, max_crest=max_crest)
     cast = _casts(source, wanted)
     total = sum(s.data_start + s.data_size for s in source.shards.values())
     total += sum((folder / file).stat().st_size for file in source.others)
@@ -116,7 +123,8 @@ def fold_checkpoint(
             hashes |= _copy_others(source, work, advance)
             hashes[CONFIG] = _hash((folder / CONFIG).read_bytes())
             record = _record(source, plan, hashes, strict, wanted, cast)
-            _write_texts(source, rewriter, plan, work, record, wanted, flags)
+            record["marks"] = list(plan.marks) if flags else []
+            _write_texts(source, rewriter, plan, work, record, wanted)
             _sync(work)
             os.replace(work, destination.resolve())
             _sync(parent)
@@ -227,6 +235,7 @@ def _record(
                 "gain": fold.gain,
                 "norm_bias": fold.norm_bias,
                 "bias": fold.bias,
+                "crest": round(fold.crest, 4),
                 "into": [
                     {"tensor": t.tensor, "axis": t.axis, "bias": t.bias} for t in fold.targets
                 ],
@@ -246,7 +255,6 @@ def _write_texts(
     work: Path,
     record: dict[str, Any],
     wanted: str | None,
-    flags: bool,
 ) -> None:
     config = dict(source.config)
     if plan.untied is not None:
@@ -254,8 +262,7 @@ def _write_texts(
     if record["converted"] and wanted:
         for key in ("dtype", "torch_dtype"):
             _set(config, key, str(FLOATS[wanted]).removeprefix("torch."))
-    if flags:
-        config = with_flags(config)
+    config |= dict.fromkeys(record["marks"], True)
     if config == source.config:
         shutil.copyfile(source.path / CONFIG, work / CONFIG)
     else:
@@ -273,7 +280,7 @@ def _write_texts(
             metadata = {**source.index.get("metadata", {}), "total_size": size}
             _dump(work / INDEX, {**source.index, "metadata": metadata, "weight_map": weight_map})
     _dump(work / RECORD, record)
-    (work / CARD).write_text(make_card(source.path, record, flags), encoding="utf-8")
+    (work / CARD).write_text(make_card(source.path, record), encoding="utf-8")
 
 
 def _set(config: dict[str, Any], key: str, value: Any, always: bool = False) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.algebra import effective_gain
+from flashnorm_triton.checkpoints.flags import marks
 from flashnorm_triton.checkpoints.names import NotFollowed, StoredNames
 from flashnorm_triton.checkpoints.readers import readers
 from flashnorm_triton.checkpoints.safefile import FLOATS
@@ -34,7 +35,8 @@ class Target:
 @dataclass(frozen=True)
 class Fold:
     """One norm. ``norm_bias`` is its stored bias, ``bias`` what becomes of it: "" (there is none,
-    or it is zero), "moved" into the biases of the targets, or "divided" by the gain and kept."""
+    or it is zero), "moved" into the biases of the targets, or "divided" by the gain and kept.
+    ``crest`` is the gain's largest entry over its root mean square (see :func:`crest_of`)."""
 
     norm: str
     kind: str
@@ -43,17 +45,20 @@ class Fold:
     norm_bias: str | None
     bias: str
     targets: tuple[Target, ...]
+    crest: float = 1.0
 
 
 @dataclass(frozen=True)
 class Plan:
     """``kept`` pairs each other norm with the reason. ``untied``: the head's tensor to be written
-    and the embedding that it is written from. ``head`` names the final norm when that is folded."""
+    and the embedding that it is written from. ``head`` names the final norm when that is folded,
+    ``marks`` the keys that config.json may say true of (see flags.py)."""
 
     folds: tuple[Fold, ...]
     kept: tuple[tuple[str, str], ...]
     untied: tuple[str, str] | None
     head: str | None
+    marks: tuple[str, ...]
 
 
 def skeleton(source: Source, untie: bool = False) -> nn.Module:
@@ -84,10 +89,13 @@ def skeleton(source: Source, untie: bool = False) -> nn.Module:
         ) from error
 
 
-def make_plan(source: Source, *, untie: bool = False, head: bool = True) -> Plan:
+def make_plan(
+    source: Source, *, untie: bool = False, head: bool = True, max_crest: float | None = None
+) -> Plan:
     """Decide every fold of a checkpoint from its config, its headers and its norm vectors.
 
-    ``untie`` gives a tied head a tensor of its own; ``head`` False leaves the final norm alone.
+    ``untie`` gives a tied head a tensor of its own; ``head`` False leaves the final norm alone,
+    ``max_crest`` the norms whose gain has a larger crest factor.
     Raises ValueError for tensors that are missing or of a wrong shape, for ``untie`` of a head
     that is not tied, and when there is nothing to fold.
     """
@@ -103,34 +111,44 @@ def make_plan(source: Source, *, untie: bool = False, head: bool = True) -> Plan
             )
         untied = (untied[0], names.direct(untied[1]))
     _check(model, names)
-    final = _path_of(model, model.get_output_embeddings()) if head else None
+    output = _path_of(model, model.get_output_embeddings())
+    sites = audit(model, head=head).sites
+    final = next((site.norm for site in sites if output in site.consumers), None)
     folds: dict[str, Fold] = {}
     kept: dict[str, str] = {}
     parameters: dict[str, set[str]] = {}
     unknown = [name for name in names.unknown if not name.endswith(_OLD_BUFFERS)]
-    for site in audit(model, head=head).sites:
-        if site.decision not in _FOLDING or site.convention == "none" or not site.foldable:
-            reason = "a weight that reads it is shared (a tied head)"
-            if site.foldable:
-                reason = site.reason if site.decision not in _FOLDING else "it has no gain"
-            kept[site.norm] = reason
-            continue
-        if unknown and final in site.consumers:
-            kept[site.norm] = (
-                f"the checkpoint holds tensors that this model has not ({unknown[0]}), and they "
-                "may read the final norm's output too"
-            )
-            continue
+    for site in sites:
         try:
-            folds[site.norm], parameters[site.norm] = _fold(site, model, names, source)
+            if unknown and site.norm == final:
+                raise NotFollowed(
+                    f"the checkpoint holds tensors that this model has not ({unknown[0]}), and "
+                    "they may read the final norm's output too"
+                )
+            fold, parameters[site.norm] = _fold(site, model, names, source)
+            if max_crest is not None and not fold.crest <= max_crest:
+                raise NotFollowed(f"its gain's crest factor is {fold.crest:.3g}, over {max_crest}")
+            folds[site.norm] = fold
         except NotFollowed as error:
             kept[site.norm] = str(error)
     _drop_shared(folds, kept, parameters, names)
     if not folds and untied is None:
         reasons = list(dict.fromkeys(kept.values()))[:3]
         raise ValueError("there is nothing to fold: " + ("; ".join(reasons) or "no norms"))
-    head_norm = next((n for n in folds if f"{final}.weight" in parameters[n]), None)
-    return Plan(tuple(folds.values()), tuple(kept.items()), untied, head_norm)
+    width = model.get_input_embeddings().weight.shape[-1]
+    gained = [n for n in kept if _shape(model.get_submodule(n)) == (width,)]
+    return Plan(
+        tuple(folds.values()),
+        tuple(kept.items()),
+        untied,
+        final if final in folds else None,
+        marks([fold.kind for fold in folds.values()], gained, final),
+    )
+
+
+def _shape(norm: nn.Module) -> tuple[int, ...]:
+    weight = norm._parameters.get("weight")
+    return () if weight is None else tuple(weight.shape)
 
 
 def gain_of(source: Source, fold: Fold) -> Tensor:
@@ -143,6 +161,12 @@ def gain_of(source: Source, fold: Fold) -> Tensor:
 def _fold(
     site: SiteReport, model: nn.Module, names: StoredNames, source: Source
 ) -> tuple[Fold, set[str]]:
+    if site.decision not in _FOLDING:
+        raise NotFollowed(site.reason)
+    if not site.foldable:
+        raise NotFollowed("a weight that reads it is shared (a tied head)")
+    if site.convention == "none":
+        raise NotFollowed("it has no gain")
     gain = names.direct(f"{site.norm}.weight")
     if gain is None:
         raise NotFollowed(f"{site.norm}.weight is not stored as it is")
@@ -160,6 +184,7 @@ def _fold(
         if entry is not None and entry.dtype not in FLOATS:
             raise NotFollowed(f"{tensor} is stored as {entry.dtype}")
     fold = Fold(site.norm, site.kind, site.convention, gain, None, "", tuple(targets))
+    fold = replace(fold, crest=crest_of(gain_of(source, fold)))
     if model.get_submodule(site.norm)._parameters.get("bias") is not None:
         return _with_bias(fold, names, source, site.form == "packed"), parameters
     return replace(fold, targets=_unbiased(fold)), parameters
@@ -189,6 +214,18 @@ def _with_bias(fold: Fold, names: StoredNames, source: Source, packed: bool) -> 
 
 def _unbiased(fold: Fold) -> tuple[Target, ...]:
     return tuple(replace(target, bias=None) for target in fold.targets)
+
+
+def crest_of(gain: Tensor) -> float:
+    """max|g| / rms(g): the most by which the fold can raise the error of quantizing afterwards.
+
+    Rounding a weight to steps that are proportional to the largest of its row (group, tensor) errs
+    by max|W|·‖g‖ where the gain follows, by max|W·g|·sqrt(K) where it is folded, times the same
+    constant; the second is at most max|g|·sqrt(K)/‖g‖ times the first.
+    """
+    wide = gain.double()
+    scale = float(wide.square().mean().sqrt())
+    return float(wide.abs().max()) / scale if scale else 1.0
 
 
 def divided_bias(bias: Tensor, gain: Tensor) -> Tensor:
