@@ -112,6 +112,26 @@ def test_auto_loads_what_was_never_folded_and_compat_folds(pair: tuple[Path, Pat
         fn.AutoFlashNormForCausalLM()
 
 
+def test_patch_says_which_gains_are_identities(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    source, folded = pair
+    told = {}
+    for folder in (source, folded):
+        model = load(folder)
+        wanted = logits(model)
+        report = fn.patch(model).report
+        told[folder] = {s.norm for s in report.sites if "its gain is an identity" in s.reason}
+        assert relative(logits(model), wanted) < 2e-2
+        if folder == folded:
+            assert told[folder] == {s.norm for s in report.sites if s.decision == "fuse"}
+            assert len(told[folder]) == 4
+    assert not told[source]
+    # A mark alone is not believed: the values are.
+    model = load(source)
+    model.config.flashnorm_folded = True
+    report = fn.patch(model).report
+    assert not [s.norm for s in report.sites if "its gain is an identity" in s.reason]
+
+
 def spoil(folder: Path, name: str, factor: float) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     file = folder / index["weight_map"][name]

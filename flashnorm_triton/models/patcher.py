@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flashnorm_triton.checkpoints.flags import is_folded
 from flashnorm_triton.models.auditor import audit
 from flashnorm_triton.models.installers import (
     Declined,
@@ -136,6 +137,7 @@ def patch(
         warnings.warn(f"nothing to patch in {type(model).__name__}: {detail}", stacklevel=2)
         return PatchHandle(model, report, changed=False)
     with torch.inference_mode(False), torch.no_grad():
+        report = _told_of_folds(model, report)
         try:
             report, memory = _install_all(model, report, options)
         except BaseException:
@@ -174,6 +176,23 @@ def patched(
 
 
 _FAILED = "could not be patched: "
+_FOLDED = "; its gain is an identity, folded into the checkpoint already"
+
+
+def _told_of_folds(model: nn.Module, report: AuditReport) -> AuditReport:
+    """The report of a model from a folded checkpoint, saying of which norms nothing is left to do.
+
+    Only its config's marks make the values worth a look.
+    """
+    if not is_folded(getattr(model, "config", None)):
+        return report
+    sites = []
+    for site in report.sites:
+        gain = model.get_submodule(site.norm)._parameters.get("weight")
+        identity = 0.0 if site.convention == "1+w" else 1.0
+        folded = site.decision != "keep" and gain is not None and bool((gain == identity).all())
+        sites.append(replace(site, reason=site.reason + _FOLDED) if folded else site)
+    return replace(report, sites=tuple(sites))
 
 
 def _unchanged(site: SiteReport, reason: str) -> SiteReport:
