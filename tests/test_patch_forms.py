@@ -170,6 +170,26 @@ def test_head_returns_the_tensor_before_the_norm(device: torch.device) -> None:
     torch.testing.assert_close(model.model(ids).last_hidden_state, before[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"fold": False}, {"revertible": False}])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
+def test_a_fused_head_keeps_hidden_states(
+    family: str, options: dict[str, Any], device: torch.device
+) -> None:
+    model, ids = build(BY_NAME[family]).to(device), token_ids().to(device)
+    twin = copy.deepcopy(model)
+    stock = model(ids, output_hidden_states=True)
+    handle = fn.patch(model, head=True, **options)
+    for patched in (model, copy.deepcopy(model)):
+        ours = patched(ids, output_hidden_states=True)
+        assert len(ours.hidden_states) == len(stock.hidden_states)
+        for mine, theirs in zip(ours.hidden_states, stock.hidden_states, strict=True):
+            _assert_close(mine, theirs)
+        _assert_close(ours.logits, stock.logits)
+    if options.get("revertible", True):
+        handle.revert()
+        assert not model._forward_hooks and torch.equal(model(ids).logits, twin(ids).logits)
+
+
 def test_a_tied_head_shares_its_weight_still(device: torch.device) -> None:
     model = tiny_model("gemma").to(device)
     weight = model.lm_head.weight

@@ -152,6 +152,7 @@ def _report(
                 consumer_kinds=tuple(flow.consumers.values()),
                 form=verdict.form,
                 foldable=verdict.foldable,
+                returned_as=tuple(dict.fromkeys(key for key in flow.returned.values() if key)),
             )
         )
     return AuditReport(type(model).__name__, tuple(sites))

@@ -44,10 +44,7 @@ def apply_unfolded(x: Tensor, source: NormSource, weight: Tensor, bias: Tensor |
     x = widened(x, weight)
     if source.kind != "rms":
         return functional.linear(source.normalise(x), weight, bias)
-    gain = source.parameters.get("weight")
-    if source.convention == "1+w":
-        gain = 1.0 + gain.float()
-    return norm_linear(x, weight, source.eps, bias, gain)
+    return norm_linear(x, weight, source.eps, bias, source.live_gain())
 
 
 def refuse_to_learn(site: PackedWeights) -> None:

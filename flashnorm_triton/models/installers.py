@@ -9,8 +9,9 @@ else keeps track of what was patched, so a copied or unpickled model can be reve
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -57,6 +58,10 @@ class Installer:
     def give_back(self) -> None:
         """Undo ``take``: the stock modules hold their own parameters again, bit for bit."""
         raise NotImplementedError
+
+    def output_hook(self) -> Callable[..., Any] | None:
+        """A forward hook for the whole model, picklable and with the installer as ``site``."""
+        return None
 
     @property
     def nbytes(self) -> int:

@@ -108,9 +108,7 @@ class GainedLinear(nn.Linear):
                 "model.eval() / torch.no_grad() to run it as it is"
             )
         x, buffers = widened(hidden_states, weight), self._buffers
-        gain, sums = source.parameters.get("weight"), buffers["row_sums"]
-        if source.convention == "1+w":
-            gain = 1.0 + gain.float()
+        gain, sums = source.live_gain(), buffers["row_sums"]
         return norm_linear(x, weight, source.eps, buffers["moved_bias"], gain, row_sums=sums)
 
     @property

@@ -8,6 +8,7 @@ one launch, norm included.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,6 +18,30 @@ from flashnorm_triton.models.packed import SPOILT
 from flashnorm_triton.models.report import SiteReport
 from flashnorm_triton.models.source import NormSource
 from flashnorm_triton.models.weights import PackedWeights, is_transposed
+from flashnorm_triton.ops import rms_norm
+
+
+class NormedOutputs:
+    """A forward hook of the whole model: the last of its ``hidden_states`` is the normed one.
+
+    Costs nothing unless ``output_hidden_states`` was asked for. The outputs must be a mapping with
+    names, as they are unless ``return_dict=False``.
+    """
+
+    def __init__(self, site: PassthroughSite) -> None:
+        self.site = site
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> Any:
+        states = getattr(output, "hidden_states", None)
+        if not isinstance(states, tuple) or not states:
+            return output
+        source, x = self.site.source, states[-1]
+        if source.kind == "rms":
+            normed = rms_norm(x, source.eps, source.live_gain())
+        else:
+            normed = source.normalise(x)
+        output.hidden_states = (*states[:-1], normed)
+        return output
 
 
 class PassthroughSite(Installer):
@@ -36,6 +61,8 @@ class PassthroughSite(Installer):
         self.parts: list[PackedWeights] = []
         self.derived: list[dict[str, Tensor | None]] = []
         foldable = options.fold and report.foldable
+        if "hidden_states" in report.returned_as and not options.revertible:
+            foldable = False  # the norm is still computed by itself at times: its gain must stay
         if foldable and (report.kind != "rms" or self.source.has_gain):
             self._fold(options.revertible)
         self.folded = bool(self.parts)
@@ -127,6 +154,10 @@ class PassthroughSite(Installer):
         for index, name in enumerate(self.report.consumers):
             modules[name] = normed_linear(self, index)
         return modules
+
+    def output_hook(self) -> NormedOutputs | None:
+        """What normalises the last of ``hidden_states``, where the stock model returns it so."""
+        return NormedOutputs(self) if "hidden_states" in self.report.returned_as else None
 
     def give_back(self) -> None:
         """The stock modules hold their own parameters again, bit for bit."""

@@ -95,7 +95,10 @@ def patch(
             model's gain or weight would be seen by one of the forward and ``state_dict`` alone.
             Hooks put on the patched modules go with them at ``revert``.
         cancel: drops norms whose readers are all normalised again; see ``audit``.
-        head: also fuses the final norm with the language-model head.
+        head: also fuses the final norm with the language-model head; with a tied one, its gain is
+            applied in the kernel. What the whole model returns stays as it is, ``hidden_states``
+            included; the ``last_hidden_state`` of the inner model (``model.model(...)``), and of an
+            encoder whose final norm is fused so, is then the tensor before that norm.
         revertible: True keeps the stock weights of folded sites in host memory for ``revert`` and
             ``state_dict``. False frees them: ``revert()`` then explains, and ``state_dict()`` gives
             the folded weights with neutral gains, which stock modules compute the same with.
@@ -243,6 +246,9 @@ def _install(
         raise
     for stock, module in modules:
         _put(places[id(stock)], module)
+    hook = site.output_hook()
+    if hook is not None:
+        model.register_forward_hook(hook)
     return site
 
 
@@ -253,6 +259,9 @@ def _kept(report: SiteReport, error: Exception) -> SiteReport:
 
 
 def _restore(model: nn.Module) -> None:
+    for key, hook in list(model._forward_hooks.items()):
+        if isinstance(getattr(hook, "site", None), Installer):
+            del model._forward_hooks[key]
     sites = {}
     for module in list(replacements_in(model)):
         sites[id(module.site)] = module.site

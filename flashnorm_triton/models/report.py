@@ -33,8 +33,9 @@ class SiteReport:
     is fused: "packed" (the norm's module emits the packed output of all consumers), "passthrough"
     (it returns its input, each consumer normalises for itself) or "experts" (as passthrough, for
     a router and experts); "" where nothing is fused. ``foldable`` is False where the gain must be
-    applied in the kernel, as a weight is shared with another module. ``launches_saved`` counts
-    kernel launches in one eager decode step.
+    applied in the kernel, as a weight is shared with another module. ``returned_as`` are the names
+    under which the norm's output also leaves a module of the model (``last_hidden_state``, ...).
+    ``launches_saved`` counts kernel launches in one eager decode step.
     """
 
     norm: str
@@ -49,6 +50,7 @@ class SiteReport:
     consumer_kinds: tuple[str, ...] = ()
     form: str = ""
     foldable: bool = True
+    returned_as: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON types."""

@@ -41,6 +41,11 @@ class NormSource:
         weight = self.parameters["weight"].detach()
         return effective_gain(weight if like is None else weight.to(like), self.convention)
 
+    def live_gain(self) -> Tensor | None:
+        """The factor (K,) as the operations take it, differentiable."""
+        weight = self.parameters.get("weight")
+        return 1.0 + weight.float() if weight is not None and self.convention == "1+w" else weight
+
     def shift(self) -> Tensor | None:
         """The bias (K,) that the norm adds after its gain."""
         return self.parameters.get("bias")
