@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from conftest import HAS_GPU
 from tiny_models import randomise
 from torch import Tensor, nn
 
+DEVICE = "cuda" if HAS_GPU else "cpu"
 _SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -84,8 +86,10 @@ def cancel_model(
     embedding: float = 1.0,
     **overrides: Any,
 ) -> nn.Module:
-    """A causal language model in evaluation mode; ``embedding`` scales its embeddings, and so the
-    rows that the first pre-norm sees."""
+    """A causal language model in evaluation mode, on the GPU where there is one.
+
+    ``embedding`` scales its embeddings, and so the rows that the first pre-norm sees.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {**_SIZES, **_SETTINGS[family], **overrides}
@@ -101,13 +105,13 @@ def cancel_model(
     torch.random.set_rng_state(state)
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"  # the others know no float64
-    return model.to(dtype).eval()
+    return model.to(DEVICE, dtype).eval()
 
 
 @torch.no_grad()
 def logits(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
     """The model's logits (batch, length, vocabulary)."""
-    return model(ids, **options).logits
+    return model(ids.to(DEVICE), **options).logits
 
 
 def error(actual: Tensor, exact: Tensor) -> float:

@@ -248,8 +248,9 @@ class ColumnTracer(Tracer):
             for output, places in zip(outputs, leaves(moved), strict=True):
                 self._tags[id(output)] = (output, _Tag(entry[1].linear, places))
         else:
-            where = self._stack[-1] if self._stack else "the model"
-            self._other(values, f"read by {getattr(func, '__name__', func)} in {where}")
+            where = (self._stack[-1] if self._stack else "") or "the model"
+            name = getattr(func, "__name__", str(func)).strip("_")
+            self._other(values, f"read by {name} in {where}")
         return result
 
 
