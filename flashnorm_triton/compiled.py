@@ -7,8 +7,9 @@ of shapes, dtypes and pointer alignments, since a compiled kernel holds for thos
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flashnorm_triton.compile_unit import TARGETS, CompileUnit
 from flashnorm_triton.runtime import interpreting, triton_release
 
 TRITON_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_MOST_ENCODED = 4096
 _thread = threading.local()
 _POINTER = {
     "s_ptr": "*fp32", "mean_ptr": "*fp32", "row_sums_ptr": "*fp32", "partial_ptr": "*fp32",
@@ -102,9 +104,7 @@ class Kernel:
         self._run(grid, self._stream_of(device), args)
 
     def stream(self, device: int) -> int:
-        """The raw handle of the current stream of a CUDA device; 0 on the CPU (device -1)."""
-        if device < 0:
-            return 0
+        """The raw handle of the current stream of a CUDA device."""
         from triton.runtime import driver
 
         return driver.active.get_current_stream(device)
@@ -120,7 +120,7 @@ class Kernel:
         self._hooks = knobs.runtime.launch_enter_hook
         self._stream_of = driver.active.get_current_stream
         values = tuple(self.constants.values())
-        self._run = _launcher(run, compiled.function, compiled.packed_metadata, values)
+        self._run = _launcher(compiled, run, values)
 
     def _missing(self, argument: str) -> bool:
         return argument.endswith("_desc") and argument not in self.descriptors
@@ -173,30 +173,67 @@ class Kernel:
         )
 
 
-def _launcher(
-    run: Any, function: int, packed: Any, values: tuple[Any, ...]
-) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]:
+Launch = Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]
+
+
+def _launcher(compiled: Any, run: Any, values: tuple[Any, ...]) -> Launch:
     """What launches a compiled kernel on (grid, stream, arguments); ``values`` are its constexprs.
 
     ``run`` is Triton's launcher, most of whose host time goes into asking for scratch memory that
-    these kernels have none of. In the release whose launcher is known, and timed, the part below
-    that is called directly.
+    these kernels have none of, and into encoding TMA descriptors anew. In the release whose
+    launcher is known, and timed, the part below that is called directly.
     """
+    function, packed = compiled.function, compiled.packed_metadata
     scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if type(run).__name__ == "CudaLauncher" and scratch == [0, 0] and triton_release() == (3, 6):
-        launch = run.launch
         flags = (function, run.launch_cooperative_grid, run.launch_pdl, None, None)
         before = (*flags, packed, None, None, None)
-
-        def direct(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
-            launch(*grid, stream, *before, *args, *values)
-
-        return direct
+        metas = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+        if not metas:
+            return _direct(run.launch, before, values)
+        raw = inspect.getclosurevars(run.launch).nonlocals.get("launcher")
+        if raw is not None and all(metas):
+            return _direct_with_tiles(raw, before, values, metas)
 
     def whole(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
         run(*grid, stream, function, packed, None, None, None, *args, *values)
 
     return whole
+
+
+def _direct(launch: Any, before: tuple[Any, ...], values: tuple[Any, ...]) -> Launch:
+    def direct(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
+        launch(*grid, stream, *before, *args, *values)
+
+    return direct
+
+
+def _direct_with_tiles(
+    launch: Any, before: tuple[Any, ...], values: tuple[Any, ...], metas: Sequence[Any]
+) -> Launch:
+    """As ``_direct``, with descriptors kept: one depends on an address and sizes, on no content."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    encoded: dict[tuple[int, ...], tuple[Any, ...]] = {}
+
+    def direct(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
+        final: list[Any] = []
+        place = 0
+        for arg in args:
+            if type(arg) is not Tile:
+                final.append(arg)
+                continue
+            key = (place, arg.base.data_ptr(), *arg.shape, arg.strides[0])
+            found = encoded.get(key)
+            if found is None:
+                if len(encoded) >= _MOST_ENCODED:
+                    encoded.clear()
+                found = encoded[key] = tuple(make_tensordesc_arg(arg, metas[place]))
+            final += found
+            place += 1
+        launch(*grid, stream, *before, *final, *values)
+
+    return direct
 
 
 def _real(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -139,8 +139,9 @@ def unserved(plan: Plan, problem: Problem) -> str | None:
         "residual": problem.has_residual,
     }
     served = EPILOGUES.get(plan.form, ())
-    if plan.form == "tiles" and plan.squares != "given":
-        asked["centred with its own squares"] = asked.pop("centred")
+    if plan.form == "tiles" and (plan.squares != "given" or problem.has_gain):
+        # No sums of its own; and x * gain is rounded before its mean could be taken off.
+        asked["centred with its own squares or a gain"] = asked.pop("centred")
     missing = [name for name, wanted in asked.items() if wanted and name not in served]
     return f"form {plan.form!r} has no epilogue {', '.join(missing)}" if missing else None
 

@@ -183,41 +183,60 @@ def choose(problem: Problem, device: Device) -> Plan:
     too_old = device.backend == "cuda" and device.capability < MIN_CAPABILITY
     if device.backend == "cpu" or problem.dtype == "float64" or too_old:
         return TORCH
-    if problem.epilogue:
-        return UNFUSED
     rows = bucket(problem.m)
-    if rows <= 2:
-        plan = _few_rows(problem, rows)
-        if plan is not None:
-            return plan
+    plan = _few_rows(problem, rows, device)
+    if plan is not None:
+        return plan
     half = problem.dtype in ("bfloat16", "float16")
     if half and device.gluon and problem.tma and not problem.has_gain:
-        plan = _hopper(problem, rows, device.sm_count)
+        if problem.epilogue and rows > 64:
+            return UNFUSED
+        plan = (_gated if problem.gated else _hopper)(problem, rows, device.sm_count)
         # The row tiles write y by TMA: 16-byte rows.
         return UNFUSED if plan.form == "hopper_rows" and problem.n % 8 else plan
     # x * gain in fp16 before the division could overflow, so fp16 keeps gains out of the tiles.
     safe_gain = not problem.has_gain or problem.dtype == "bfloat16"
-    if half and safe_gain and rows <= 8 and problem.k <= 1024:
+    if half and not problem.centred and safe_gain and rows <= 8 and problem.k <= 1024:
         return Plan("single_pass", "tiles", 16, 32, 256, num_stages=3)
     return UNFUSED
 
 
-def _few_rows(problem: Problem, rows: int) -> Plan | None:
-    """GEMV plans for one and two rows; None where tiles are better.
+def _few_rows(problem: Problem, rows: int, device: Device) -> Plan | None:
+    """GEMV plans for one and a few rows; None where tensor cores are better.
 
-    With one row, a K step holds 8 values for every lane of every warp, so that x and the weights
-    are loaded in one layout (with fewer, x crosses shared memory at every step), and divides K
-    where it can: what a step reads beyond K is wasted.
+    A K step holds 16 bytes for every lane of every warp, so that x and the weights are loaded in
+    one layout (with fewer, x crosses shared memory at every step), and divides K where it can: what
+    a step reads beyond K is wasted. A multiply-add for each row and weight is what the plain cores
+    can hide behind the copies for two rows, and for more only where launches decide.
     """
-    k = problem.k
-    if rows == 2:
-        return _gemv(2, 4, 256, 2, 4) if k <= 1024 else None
-    if k == 2048:
-        return _gemv(1, 4, 2048, 4)
-    if k > 2048 and k % 2048 == 0:
-        # Long rows keep a loop, and small code.
-        return _gemv(1, 2, 2048, 8, num_stages=1 if k <= 32768 else 3)
-    return _gemv(1, 2, 256, 1) if k <= 4096 else _gemv(1, 2, 1024, 4, 1 if k <= 16384 else 3)
+    k, narrow = problem.k, problem.n <= 8 * device.sm_count
+    if rows == 1 and not problem.epilogue:
+        if k == 2048:
+            return _gemv(1, 4, 2048, 4)
+        if k > 2048 and k % 2048 == 0:
+            # Long rows keep a loop, and small code.
+            return _gemv(1, 2, 2048, 8, num_stages=1 if k <= 32768 else 3)
+        return _gemv(1, 2, 256, 1) if k <= 4096 else _gemv(1, 2, 1024, 4, 1 if k <= 16384 else 3)
+    if device.backend == "hip":
+        return None  # the blocks below are those of 32 lanes, and nothing was measured
+    if rows > (8 if narrow and k <= 1024 else 4 if k <= 1024 else 2):
+        return None
+    if rows == 8:
+        return _gemv(4, 8, 1024, 4)
+    if k <= 1024:
+        return _gemv(rows, 4, 1024, 4) if narrow or problem.gated else _gemv(rows, 2, 256, 1)
+    if k <= 2048 and not problem.gated:
+        return _gemv(rows, 2, 256, 1)
+    if rows == 1 and problem.gated and k > 2048 and k % 2048 == 0 and k <= 32768:
+        return _gemv(1, 4, 2048, 8)
+    return _gemv(rows, 4, 512, 2) if k <= 8192 else _gemv(rows, 8, 512, 2, 3)
+
+
+def _gated(problem: Problem, rows: int, sm_count: int) -> Plan:
+    """Swapped tiles with two weight tiles, of the gate and the up projection, up to 64 rows."""
+    if rows <= 16 and problem.n > 96 * sm_count:
+        return _swap(16, 64, 128, 3, max_registers=128)
+    return _swap(max(rows, 16), 64, 128, {32: 5, 64: 4}.get(rows, 6), in_flight=1)
 
 
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
@@ -330,6 +349,6 @@ def interpretable_plans() -> tuple[Plan, ...]:
         Plan("stats_then_gemm", "scaled_gemm", 16, 32, 64),
         Plan("single_pass", "gemv", 1, 16, 64, num_stages=1),
         Plan("single_pass", "gemv", 4, 16, 64, num_stages=1),
-        Plan("single_pass", "gemv", 2, 8, 32, num_stages=1, split_k=3),
+        Plan("single_pass", "gemv", 2, 8, 32, num_stages=1),
         Plan("unfused", "library"),
     )

@@ -28,12 +28,7 @@ _of_stream: dict[tuple[int, int], Tensor] = {}
 
 
 def counters(device: int, stream: int, count: int) -> Tensor:
-    """``count`` zeroed int32 counters for one launch on CUDA device ``device``, raw ``stream``.
-
-    On the CPU (device -1: the interpreter) a launch ends before the next begins: fresh ones.
-    """
-    if device < 0:
-        return torch.zeros(count, dtype=torch.int32)
+    """``count`` zeroed int32 counters for one launch on CUDA device ``device``, raw ``stream``."""
     if torch.cuda.is_current_stream_capturing():
         return _take(device, count)
     if count > _PER_STREAM:

@@ -20,18 +20,11 @@ def _swap(block_m: int, split_k: int, **more: int) -> tuple[Problem, Plan]:
     return Problem("bfloat16", block_m, 1024, 2048, has_bias=True), plan
 
 
-def _split_gemv(rows: int, split_k: int) -> tuple[Problem, Plan]:
-    plan = Plan("single_pass", "gemv", rows, 4, 256, 1, 1, split_k=split_k)
-    return Problem("bfloat16", rows, 1024, 2048, has_bias=True), plan
-
-
 # Forms that the heuristic leaves to tuning. 16 steps of K among 3 programs: the last gets fewer.
 UNSHIPPED = [(Problem("bfloat16", 256, 3072, 2048), plan) for plan in plans.other_plans()] + [
     _swap(16, split_k=2),
     _swap(32, split_k=3, in_flight=1),
     _swap(16, split_k=8),
-    _split_gemv(1, 4),
-    _split_gemv(4, 3),
 ]
 
 
@@ -40,8 +33,7 @@ def plan_name(plan: Plan) -> str:
         return plan.form
     squares = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
-    more = f"-f{plan.in_flight}" if plan.form == "hopper_swap" else ""
-    more += f"k{plan.split_k}" if plan.form == "hopper_swap" or plan.split_k > 1 else ""
+    more = f"-f{plan.in_flight}k{plan.split_k}" if plan.form == "hopper_swap" else ""
     return f"{plan.form}{squares}-{blocks}-w{plan.num_warps}s{plan.num_stages}{more}"
 
 

@@ -38,7 +38,7 @@ from plan_params import (
 from torch import Tensor
 
 from flashnorm_triton import plans, runtime
-from flashnorm_triton.compiled import Kernel, _launcher
+from flashnorm_triton.compiled import Kernel, Tile, _direct_with_tiles, _launcher
 from flashnorm_triton.ops import norm_linear
 from flashnorm_triton.plans import Plan
 
@@ -303,6 +303,7 @@ def test_a_compiled_kernel_is_published_only_when_complete(monkeypatch):
 
     class Compiled:
         packed_metadata = ()
+        metadata = None
         run = staticmethod(lambda *args: None)
 
         @property
@@ -348,10 +349,44 @@ def test_the_direct_launch_is_the_launchers_own(release, scratch, whole, monkeyp
     monkeypatch.setattr("flashnorm_triton.compiled.triton_release", lambda: release)
     fake = CudaLauncher()
     fake.global_scratch_size = scratch
-    _launcher(fake, 11, ("packed",), (576, True))((3, 2, 1), 7, ("x", "y"))
+    compiled = SimpleNamespace(function=11, packed_metadata=("packed",), metadata=None)
+    _launcher(compiled, fake, (576, True))((3, 2, 1), 7, ("x", "y"))
     assert fake.calls == whole
     after = ("packed",), None, None, None, "x", "y", 576, True
     assert fake.launched == [(3, 2, 1, 7, 11, False, True, None, None, *after)]
+
+
+@pytest.mark.parametrize("place", ["address", "rows", "stride"])
+def test_encoded_descriptors_are_kept_by_what_they_depend_on(place, monkeypatch):
+    """A second launch on the same memory encodes nothing; any other address or size does."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    made: list[tuple[Any, ...]] = []
+
+    def encode(tile: Tile, meta: Any) -> list[Any]:
+        made.append((meta, tile.base.data_ptr(), *tile.shape, *tile.strides))
+        return [("map", *made[-1]), *tile.shape, *tile.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode, raising=False)
+    launched: list[tuple[Any, ...]] = []
+    launch = _direct_with_tiles(lambda *all: launched.append(all), ("f",), (True,), ["mx", "mw"])
+    x, w = torch.zeros(80), torch.zeros(64)
+
+    def tiles(x: Tensor, rows: int = 4, stride: int = 8) -> tuple[Any, ...]:
+        return Tile(x, [rows, 8], [stride, 1], [4, 8], None), Tile(w, [8, 8], [8, 1], [8, 8], None)
+
+    launch((1, 1, 1), 0, (*tiles(x), "y"))
+    launch((1, 1, 1), 0, (*tiles(x), "y"))
+    assert len(made) == 2 and launched[0] == launched[1]
+    assert launched[0][4:] == (
+        "f",
+        *encode(tiles(x)[0], "mx"),
+        *encode(tiles(x)[1], "mw"),
+        "y",
+        True,
+    )
+    other = {"address": (x[8:],), "rows": (x, 3), "stride": (x, 4, 16)}[place]
+    launch((1, 1, 1), 0, (*tiles(*other), "y"))
+    assert len(made) == 5 and made[-1][0] == "mx"
 
 
 # Every plan that the heuristic can give, on sizes that no block divides.

@@ -99,7 +99,7 @@ def test_fp16_tiles_never_multiply_by_a_gain():
 
 def test_hopper_tiles_serve_some_rows():
     for n, k in SHAPES:
-        for m in (8, 16, 32, 64):
+        for m in (16, 32, 64):
             assert choose(Problem("bfloat16", m, n, k), H200).form == "hopper_swap"
 
 
@@ -232,8 +232,7 @@ def test_as_dict_goes_through_json_and_back():
     everything = {plan for _, plan in plans.shipped_plans()} | set(plans.interpretable_plans())
     for plan in [*everything, *plans.other_plans(), TORCH]:
         stored = json.loads(json.dumps(plan.as_dict()))
-        split = {"split_k"} if plan.form == "gemv" and plan.split_k > 1 else set()
-        assert set(stored) == {"strategy", "form", *READ_BY[plan.form]} | split
+        assert set(stored) == {"strategy", "form", *READ_BY[plan.form]}
         assert all(stored[name] == getattr(plan, name) for name in stored)
         left_out = {field.name: field.default for field in fields(Plan) if field.name not in stored}
         assert Plan(**stored) == replace(plan, **left_out)
@@ -338,4 +337,5 @@ def test_device_facts(monkeypatch):
 )
 def test_gluon_is_gated_by_the_release(version, supported, monkeypatch):
     monkeypatch.setattr(runtime.metadata, "version", lambda name: version)
+    monkeypatch.setattr(runtime, "triton_release", runtime.triton_release.__wrapped__)
     assert runtime.gluon_supported.__wrapped__() is supported

@@ -192,8 +192,6 @@ def norm_gemv_kernel(
     row_sums_ptr,
     residual_ptr,
     y_ptr,
-    partial_ptr,
-    counter_ptr,
     M,
     stride_xm,
     eps,
@@ -210,24 +208,18 @@ def norm_gemv_kernel(
     GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
     VECTOR: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
     """z[m, n] = s[m] * sum_k x[m, k] (* gain[k]) * w[n, k] (+ bias[n]), then kernels/epilogue.py.
 
-    s = 1/rms(x[m]). Grid: (cdiv(N, BLOCK_N), cdiv(M, ROWS), SPLIT). x (M, K) with row stride
+    s = 1/rms(x[m]). Grid: (cdiv(N, BLOCK_N), cdiv(M, ROWS)). x (M, K) with row stride
     ``stride_xm``, w (N, K) with row stride STRIDE_WN, y (M, N or N / 2) contiguous. STAGES > 1
     copies ahead through shared memory; STAGES = 1 unrolls the loop over K, and the loads go
     straight to registers.
 
     CENTRED (LayerNorm) works on x - c, with c a value amid the row: the variance and the products
     then cancel no more than those of a row whose mean is about its deviation, in one pass.
-
-    SPLIT > 1 shares K among that many programs. Each writes its fp32 part of the products, of the
-    squares and of the sums to ``partial_ptr`` (tiles * SPLIT * (BLOCK_N + 2) * ROWS values) and
-    counts itself in ``counter_ptr`` (one int32 a tile, zero before the launch and after it); the
-    last one adds the parts up in the order of K, whoever came last: the same bits each time.
     """
     features = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     col_mask = features < N
@@ -241,8 +233,7 @@ def norm_gemv_kernel(
             N, K, BLOCK_N, BLOCK_K, HAS_BIAS, HAS_GAIN, STAGES,
         )  # fmt: skip
     else:
-        SHARE: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT - 1) // SPLIT * BLOCK_K
-        EVEN_K: tl.constexpr = K == SHARE * SPLIT
+        EVEN_K: tl.constexpr = K % BLOCK_K == 0
         EVEN_N: tl.constexpr = N % BLOCK_N == 0
         rows = first + tl.arange(0, ROWS)
         # Rows beyond the last read it again and are not stored: no load needs a row mask.
@@ -254,61 +245,23 @@ def norm_gemv_kernel(
         acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K // VECTOR), tl.float32)
         squares = tl.zeros((ROWS, BLOCK_K // VECTOR), tl.float32)
         sums = tl.zeros((ROWS, BLOCK_K // VECTOR), tl.float32)
-        start = 0
-        if SPLIT > 1:
-            start = tl.program_id(2) * SHARE
         if STAGES == 1:
-            for k in tl.static_range(0, SHARE, BLOCK_K):
+            for k in tl.static_range(0, K, BLOCK_K):
                 acc, squares, sums = _step_rows(
-                    acc, squares, sums, shift, x_tile, w_tile, gain_ptr, start + k, ks, col_mask,
-                    K, EVEN_K, EVEN_N, HAS_GAIN, CENTRED, VECTOR,
+                    acc, squares, sums, shift, x_tile, w_tile, gain_ptr, k, ks, col_mask, K,
+                    EVEN_K, EVEN_N, HAS_GAIN, CENTRED, VECTOR,
                 )  # fmt: skip
         else:
-            for k in tl.range(start, start + SHARE, BLOCK_K, num_stages=STAGES):
+            for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 acc, squares, sums = _step_rows(
                     acc, squares, sums, shift, x_tile, w_tile, gain_ptr, k, ks, col_mask,
                     K, EVEN_K, EVEN_N, HAS_GAIN, CENTRED, VECTOR,
                 )  # fmt: skip
-        total = tl.sum(acc, axis=2)
-        square = tl.sum(squares, axis=1)
-        # Without CENTRED the compiler drops it.
-        offset = tl.sum(sums, axis=1)
-        if SPLIT == 1:
-            _finish(
-                total, square, offset, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, rows, cols,
-                col_mask, M, eps, N, K, BLOCK_N, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
-            )  # fmt: skip
-        else:
-            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            PART: tl.constexpr = (BLOCK_N + 2) * ROWS
-            r = tl.arange(0, ROWS)
-            cells = tl.arange(0, BLOCK_N)[None, :] * ROWS + r[:, None]
-            parts = partial_ptr + tile.to(tl.int64) * SPLIT * PART
-            mine = parts + tl.program_id(2) * PART
-            tl.store(mine + cells, total)
-            tl.store(mine + BLOCK_N * ROWS + r, square)
-            if CENTRED:
-                tl.store(mine + (BLOCK_N + 1) * ROWS + r, offset)
-            # The barrier orders the program's stores before the release of one thread's atomic.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
-            if arrived == SPLIT - 1:
-                total = tl.load(parts + cells, cache_modifier=".cg")
-                square = tl.load(parts + BLOCK_N * ROWS + r, cache_modifier=".cg")
-                if CENTRED:
-                    offset = tl.load(parts + (BLOCK_N + 1) * ROWS + r, cache_modifier=".cg")
-                for part in tl.static_range(1, SPLIT):
-                    other = parts + part * PART
-                    total += tl.load(other + cells, cache_modifier=".cg")
-                    square += tl.load(other + BLOCK_N * ROWS + r, cache_modifier=".cg")
-                    if CENTRED:
-                        offset += tl.load(other + (BLOCK_N + 1) * ROWS + r, cache_modifier=".cg")
-                tl.store(counter_ptr + tile, 0)
-                _finish(
-                    total, square, offset, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, rows, cols,
-                    col_mask, M, eps, N, K, BLOCK_N, HAS_BIAS, CENTRED, ACTIVATION, GATED,
-                    HAS_RESIDUAL,
-                )  # fmt: skip
+        _finish(
+            tl.sum(acc, axis=2), tl.sum(squares, axis=1), tl.sum(sums, axis=1), bias_ptr,
+            row_sums_ptr, residual_ptr, y_ptr, rows, cols, col_mask, M, eps, N, K, BLOCK_N,
+            HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
+        )  # fmt: skip
 
 
 @triton.jit

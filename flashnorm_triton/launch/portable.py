@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flashnorm_triton import reference, runtime, workspace
+from flashnorm_triton import reference, runtime
 from flashnorm_triton.compile_unit import TARGETS
 from flashnorm_triton.compiled import Kernel
 from flashnorm_triton.launch.common import (
@@ -47,9 +47,8 @@ class Gemv:
                 "HAS_GAIN": problem.has_gain,
                 **epilogue,
                 "STAGES": plan.num_stages,
-                "SPLIT": plan.split_k,
                 "VECTOR": 16 // ELEMENT_BYTES[problem.dtype],
-                "ONE_ROW": plan.block_m == 1 and plan.split_k == 1 and not problem.epilogue,
+                "ONE_ROW": plan.block_m == 1 and not problem.epilogue,
             },
             num_warps=plan.num_warps,
         )
@@ -58,10 +57,7 @@ class Gemv:
         m, stride, lead, device = geometry
         plan, kernel = self.plan, self.kernel
         output = output_of((*lead, self.problem.width), self.problem, geometry)
-        across, down = cdiv(self.problem.n, plan.block_n), cdiv(m, plan.block_m)
-        grid = (across, down, plan.split_k)
-        split, tiles = plan.split_k > 1, across * down
-        part_values = tiles * plan.split_k * (plan.block_n + 2) * plan.block_m
+        grid = (cdiv(self.problem.n, plan.block_n), cdiv(m, plan.block_m), 1)
 
         def run(
             x: Tensor,
@@ -72,14 +68,7 @@ class Gemv:
             residual: Tensor | None = None,
         ) -> Tensor:
             y = output(x)
-            parts = counters = None
-            if split:
-                parts = workspace.parts(x, part_values)
-                counters = workspace.counters(device, kernel.stream(device), tiles)
-            kernel(
-                grid, device, x, w, bias, gain, row_sums, residual, y, parts, counters, m, stride,
-                eps,
-            )  # fmt: skip
+            kernel(grid, device, x, w, bias, gain, row_sums, residual, y, m, stride, eps)
             return y
 
         return run
