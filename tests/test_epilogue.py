@@ -349,7 +349,7 @@ def kernel_cases() -> list[Any]:
         pytest.param(plan, parts, id=f"{plan_name(plan)}-{spelled(parts)}")
         for plan in SMALL
         for parts in SOME[1:]
-        if plan.form != "library" and served(plan, parts)
+        if served(plan, parts)
     ]
 
 

@@ -50,7 +50,8 @@ def scaled(
 
 
 @triton.jit
-def _activate(z, ACTIVATION: tl.constexpr):
+def activate(z, ACTIVATION: tl.constexpr):
+    """One of the activations, or z itself for "", in fp32."""
     if ACTIVATION == "silu":
         return z / (1.0 + tl.exp(-z))
     elif ACTIVATION == "gelu":
@@ -73,9 +74,9 @@ def activated(z, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     """act(z), or act(gate) * up of neighbouring columns: z (rows, cols) -> (rows, cols / 2)."""
     if GATED:
         gate, up = tl.split(tl.reshape(z, (z.shape[0], z.shape[1] // 2, 2)))
-        return _activate(gate, ACTIVATION) * up
+        return activate(gate, ACTIVATION) * up
     else:
-        return _activate(z, ACTIVATION)
+        return activate(z, ACTIVATION)
 
 
 @triton.jit

@@ -1,13 +1,14 @@
-"""Row kernels: the scale of every row (LayerNorm: and its mean), and the stand-alone norm.
+"""Row kernels: the scale of every row (LayerNorm: and its mean), the stand-alone norm, its end.
 
 ``row_rstd_kernel`` is the first launch of ``stats_then_gemm``; ``rms_norm_kernel`` the first of
-``unfused``. One program a row; a row that fits in one block is read once.
+``unfused``, ``finish_kernel`` its last where something follows the matmul. One program a row; a
+row that fits in one block is read once.
 """
 
 import triton
 import triton.language as tl
 
-from flashnorm_triton.kernels.epilogue import rstd_of
+from flashnorm_triton.kernels.epilogue import activate, plus_residual, rstd_of
 
 
 @triton.jit
@@ -93,3 +94,25 @@ def rms_norm_kernel(
             if HAS_GAIN:
                 y_k *= tl.load(gain_ptr + ks + k, mask=tail, other=0.0).to(tl.float32)
             tl.store(y_row + ks + k, y_k.to(y_ptr.dtype.element_ty), mask=tail)
+
+
+@triton.jit
+def finish_kernel(
+    z_ptr, residual_ptr, y_ptr, stride_zm, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """y = act(z) + residual, or act(gate) * up + residual with z's row = [gate, up]; fp32 within.
+
+    Grid: (M, cdiv(WIDTH, BLOCK)). z (M, WIDTH or 2 * WIDTH) with row stride ``stride_zm``, residual
+    and y (M, WIDTH) contiguous.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    z_row = z_ptr + row * stride_zm
+    y = activate(tl.load(z_row + cols, mask=mask, other=0.0).to(tl.float32), ACTIVATION)
+    if GATED:
+        y *= tl.load(z_row + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    offsets = row * WIDTH + cols
+    y = plus_residual(y, residual_ptr, offsets, mask, HAS_RESIDUAL)
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)

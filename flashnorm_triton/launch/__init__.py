@@ -8,21 +8,23 @@ everything that can be computed before the call has been.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.compile_unit import CompileUnit
 from flashnorm_triton.compiled import TRITON_DTYPE, Kernel
 from flashnorm_triton.launch.common import Geometry, Run
 from flashnorm_triton.launch.heads import Entry, HeadNorm
 from flashnorm_triton.launch.hopper import HopperRows, HopperSwap
-from flashnorm_triton.launch.norms import RmsNorm, RowStats
+from flashnorm_triton.launch.norms import Finish, RmsNorm, RowStats
 from flashnorm_triton.launch.portable import Gemv, ScaledGemm, Tiles, Unfused
 from flashnorm_triton.plans import Plan, Problem, other_plans, shipped_plans
 
 __all__ = [
-    "FAMILIES", "Entry", "Geometry", "HeadNorm", "Kernel", "RmsNorm", "RowStats", "Run",
+    "FAMILIES", "Entry", "Finish", "Geometry", "HeadNorm", "Kernel", "RmsNorm", "RowStats", "Run",
     "compile_units", "unit_name",
 ]  # fmt: skip
 
@@ -55,6 +57,11 @@ def compile_units() -> Iterator[CompileUnit]:
             yield RmsNorm(k, has_gain).kernel.unit(f"rms_norm-{dtype}-{k}", dtype)
     stats = Problem("bfloat16", 4096, 4096, 4096)
     yield RowStats(stats).kernel.unit("row_rstd-bfloat16-4096", "bfloat16")
+    centred = replace(stats, centred=True)
+    yield RowStats(centred).kernel.unit("row_rstd-bfloat16-4096-centred", "bfloat16")
+    for activation in ACTIVATIONS:
+        ended = replace(stats, activation=activation, gated=True, has_residual=True)
+        yield Finish(ended).kernel.unit(f"finish-{activation}-bfloat16-4096", "bfloat16")
     heads = [Entry(128 * n, 128 * n, 128, n // 8, 1e-6, True) for n in range(16)]
     heads += [Entry(2048, 2048, 1536, 2, 1e-6, True), Entry(3584, 3584, 512)]
     for dtype in TRITON_DTYPE:

@@ -1,4 +1,4 @@
-"""The row kernels ready to launch: the scale of every row, and the stand-alone norm."""
+"""The row kernels ready to launch: the scale of every row, the stand-alone norm, its end."""
 
 from __future__ import annotations
 
@@ -60,6 +60,39 @@ class RmsNorm:
         def run(x: Tensor, gain: Tensor | None) -> Tensor:
             y = x.new_empty(shape)
             kernel(grid, device, x, gain, y, stride, eps)
+            return y
+
+        return run
+
+
+class Finish:
+    """What follows the library's matmul, z (M, N): the activation or gated pair, the residual."""
+
+    def __init__(self, problem: Problem) -> None:
+        from flashnorm_triton.kernels.rows import finish_kernel
+
+        self.width, self.stride = problem.width, problem.n
+        self.block = min(_row_block(problem.width), 1024)
+        self.kernel = Kernel(
+            finish_kernel,
+            {
+                "WIDTH": problem.width,
+                "BLOCK": self.block,
+                "ACTIVATION": problem.activation,
+                "GATED": problem.gated,
+                "HAS_RESIDUAL": problem.has_residual,
+            },
+            num_warps=4,
+        )
+
+    def bind(self, geometry: Geometry) -> Callable[[Tensor, Tensor | None], Tensor]:
+        kernel, stride, device = self.kernel, self.stride, geometry.device
+        grid = (geometry.m, -(-self.width // self.block), 1)
+        shape = (*geometry.lead, self.width)
+
+        def run(z: Tensor, residual: Tensor | None) -> Tensor:
+            y = z.new_empty(shape)
+            kernel(grid, device, z, residual, y, stride)
             return y
 
         return run

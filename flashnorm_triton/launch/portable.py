@@ -19,7 +19,7 @@ from flashnorm_triton.launch.common import (
     epilogue_constants,
     output_of,
 )
-from flashnorm_triton.launch.norms import RmsNorm, RowStats
+from flashnorm_triton.launch.norms import Finish, RmsNorm, RowStats
 from flashnorm_triton.limits import ELEMENT_BYTES
 from flashnorm_triton.plans import Plan, Problem
 
@@ -77,35 +77,31 @@ class Gemv:
 class Unfused:
     """The norm kernel, then the library's matmul: the plan that nothing may be slower than.
 
-    A LayerNorm is torch's, one launch too. What follows a bias is torch's as well.
+    A LayerNorm is torch's, one launch too; what follows a bias is one more.
     """
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
         self.norm = RmsNorm(problem.k, problem.has_gain)
+        more = problem.activation or problem.gated or problem.has_residual
+        self.finish = Finish(problem) if more else None
         self.problem = problem
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         norm, linear = self._norm(geometry, eps), torch.nn.functional.linear
-        if not self.problem.epilogue:
+        finish = self.finish.bind(geometry) if self.finish else None
 
-            def run(x: Tensor, w: Tensor, bias: Tensor | None, gain: Tensor | None) -> Tensor:
-                return linear(norm(x, gain), w, bias)
-
-            return run
-        activation, gated = self.problem.activation or None, self.problem.gated
-
-        def run_all(
+        def run(
             x: Tensor,
             w: Tensor,
             bias: Tensor | None,
             gain: Tensor | None,
-            row_sums: Tensor | None,
-            residual: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
         ) -> Tensor:
-            y = reference.finish(linear(norm(x, gain), w, bias), residual, activation, gated)
-            return y.to(x.dtype)
+            z = linear(norm(x, gain), w, bias)
+            return z if finish is None else finish(z, residual)
 
-        return run_all
+        return run
 
     def _norm(self, geometry: Geometry, eps: float) -> Callable[[Tensor, Tensor | None], Tensor]:
         if not self.problem.centred:

@@ -133,6 +133,9 @@ def compile_plan(job: Job) -> list[Any]:
         family = launch.FAMILIES[job.plan.form](job.plan, problem, problem.k)
         if job.plan.form == "library":
             family.norm.bind(geometry, 1e-6)(x, gain)
+            if family.finish is not None:
+                z = x.new_empty(problem.m, problem.n)
+                family.finish.bind(geometry)(z, _more(problem, x)[1])
         else:
             family.bind(geometry, 1e-6)(x, w, bias, gain, *_more(problem, x))
     return collected
