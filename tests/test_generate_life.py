@@ -54,7 +54,11 @@ WAYS: dict[str, tuple[dict[str, Any], int, str]] = {
     "static": ({"cache_implementation": "static"}, 2, ""),
     "offloaded": ({"cache_implementation": "offloaded"}, 2, "gpu"),
     "offloaded_static": ({"cache_implementation": "offloaded_static"}, 2, "gpu"),
-    "quantized": ({"cache_implementation": "quantized"}, 2, "optimum"),
+    "quantized": (
+        {"cache_implementation": "quantized", "cache_config": {"nbits": 4, "q_group_size": 16}},
+        2,
+        "optimum",
+    ),
     "no cache": ({"use_cache": False}, 2, ""),
     "prefill in chunks": ({"prefill_chunk_size": 4}, 2, ""),
     "beams": ({"num_beams": 3}, 2, ""),
