@@ -76,10 +76,9 @@ def _gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
 def _patched_after(folder: Path, kind: str) -> dict[str, Any]:
     """transformers' own plan: its linears hold DTensors and a forward of their own."""
     model = _load(folder, tp_plan="auto")
-    linear = model.model.layers[0].self_attn.q_proj
+    weight = model.model.layers[0].self_attn.q_proj.weight
     found: dict[str, Any] = {
-        "weight": type(linear.weight).__name__,
-        "rows": linear.weight.to_local().shape[0],
+        "rows": (weight.to_local() if isinstance(weight, DTensor) else weight).shape[0],
         "stock": _logits(model, kind),
         "stock gradients": _gradients(model.train(), kind),
     }
@@ -120,6 +119,13 @@ def _patched_before(folder: Path, kind: str) -> dict[str, Any]:
         )
         handle.revert()
         found[f"whole, fold={fold}"] = torch.equal(_logits(model, kind), stock)
+    handle = fn.patch(model, fold=False, head=True)
+    try:
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    except RuntimeError as error:
+        found["refusal, head"] = str(error)
+    handle.revert()
+    found["whole, head"] = torch.equal(_logits(model, kind), stock)
     _parallelize(model, mesh)
     again = fn.patch(model)
     found["sites after revert"] = [site.decision for site in again.report.sites]

@@ -125,6 +125,15 @@ class GainedLinear(nn.Linear):
         super()._load_from_state_dict(*args)
         self._derive()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused for a sharded or quantized parameter, which the fused operation cannot take."""
+        if param is not None and type(param) is not nn.Parameter:
+            raise RuntimeError(
+                f"cannot make {name!r} of a linear that is fused with its norm "
+                f"({self.site.report.norm}) a {type(param).__name__}: call handle.revert() first"
+            )
+        super().register_parameter(name, param)
+
     def _derive(self) -> None:
         with torch.no_grad():
             self.site.derive(self.index)
