@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashnorm_triton as fn
+from flashnorm_triton import algebra
 from flashnorm_triton.models import fused
 from flashnorm_triton.models.fused import FusedNormLinear
 from flashnorm_triton.models.normed import GainedLinear, NormedLinear, PassedThrough
@@ -58,6 +59,19 @@ def _same(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> bool:
     return list(ours) == list(stock) and all(torch.equal(ours[n], stock[n]) for n in stock)
 
 
+def _assert_row_sums(model: nn.Module) -> None:
+    """The kernels read them; in plain torch nobody does."""
+    for module in model.modules():
+        sums = module._buffers.get("row_sums")
+        if sums is not None and isinstance(module, GainedLinear):
+            source = module.site.source
+            expected = algebra.row_sums(module.weight.detach(), source.gain(module.weight))
+            torch.testing.assert_close(sums, expected)
+        elif sums is not None:
+            expected = algebra.row_sums(module._buffers["packed_weight"])
+            assert torch.equal(sums, expected) and sums.dtype == expected.dtype
+
+
 def _assert_close(ours: Tensor, stock: Tensor) -> None:
     torch.testing.assert_close(ours, stock, rtol=2e-4, atol=2e-4)
 
@@ -86,6 +100,7 @@ def test_loading_other_weights(form: str, assign: bool, device: torch.device) ->
     model.load_state_dict(_values(other), assign=assign)
     assert _same(_values(model), _values(other))
     _assert_close(_logits(model), _logits(other))
+    _assert_row_sums(model)
     handle.revert()
     assert _same(_values(model), _values(other))
     assert torch.equal(_logits(model), _logits(other))
@@ -109,6 +124,7 @@ def test_moving_to_another_dtype_and_back(form: str, device: torch.device) -> No
         exact = _logits(copy.deepcopy(stock).double())
         ours, theirs = ((_logits(m).double() - exact).norm() for m in (model, stock))
         assert ours <= 1.25 * theirs + 1e-6 * exact.norm(), convert
+        _assert_row_sums(model)
     handle.revert()
     assert torch.equal(_logits(model), _logits(stock))
 
@@ -313,6 +329,7 @@ def test_weights_freed_for_good(family: str, device: torch.device) -> None:
     handle = fn.patch(model, revertible=False)
     assert waiting() is None
     _assert_close(_logits(model), expected)
+    _assert_row_sums(model)
     with pytest.raises(RuntimeError, match=r"revertible=False, which freed.*load the original"):
         handle.revert()
     assert any(isinstance(module, FusedNormLinear) for module in model.modules())
