@@ -201,3 +201,16 @@ def test_lora_over_quantized_linears(tmp_path: Path) -> None:
     assert (tmp_path / "adapter_model.safetensors").exists()
     handle.revert()
     assert not any(isinstance(module, NormOnly) for module in model.modules())
+
+
+def test_a_layer_norm_before_them_stays_with_the_reason() -> None:
+    model = _lora(tiny_model("gpt2"), ["c_attn"])
+    stock = _logits(model)
+    handle = fn.patch(model)
+    first, second = handle.report.sites[:2]
+    assert (first.decision, second.decision) == ("keep", "fuse")
+    assert "lora" in first.reason
+    assert first.reason.endswith("; a LayerNorm alone is one launch already")
+    torch.testing.assert_close(_logits(model), stock, rtol=1e-3, atol=1e-3)
+    handle.revert()
+    assert torch.equal(_logits(model), stock)

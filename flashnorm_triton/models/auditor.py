@@ -217,9 +217,11 @@ def _passed_through(
 
 
 def _alone(traits: NormTraits, obstacle: str) -> Verdict:
-    """An RMS norm that cannot be fused still becomes one launch."""
+    """An RMS norm that cannot be fused still becomes one launch; a LayerNorm is one in torch."""
     if traits.kind == "rms":
         return Verdict("norm_only", obstacle)
+    if traits.kind == "layer":
+        return Verdict("keep", f"{obstacle}; a LayerNorm alone is one launch already")
     return Verdict("keep", obstacle)
 
 
