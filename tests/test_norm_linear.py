@@ -210,6 +210,17 @@ def test_direct_launch_and_dispatcher_give_equal_bits(epilogue, device):
             assert torch.equal(direct, torch.ops.flashnorm.rms_norm(case.x, case.eps, gain))
 
 
+def test_an_output_is_the_callers_own(device):
+    """Results of equal shape, all kept: no later call writes into an earlier one's."""
+    for m in (1, 3, 64):
+        cases = [make_case(m, 40, 72, torch.bfloat16, device, bias=True) for _ in range(3)]
+        outputs = [norm_linear(*case) for case in cases]
+        normed = [rms_norm(case.x, case.eps) for case in cases]
+        for y, z, case in zip(outputs, normed, cases, strict=True):
+            assert_right(y, case)
+            assert torch.equal(z, rms_norm(case.x, case.eps))
+
+
 def test_public_names():
     assert flashnorm_triton.norm_linear is norm_linear and flashnorm_triton.rms_norm is rms_norm
     assert "norm_linear" in dir(flashnorm_triton)

@@ -194,11 +194,40 @@ def test_two_streams_at_once(problem, plan):
     streams = [torch.cuda.Stream() for _ in cases]
     differing = [torch.zeros((), dtype=torch.int64, device=CUDA) for _ in cases]
     torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # the host gets ahead, so that launches overlap
     for _ in range(100):
         for case, stream, right, count in zip(cases, streams, expected, differing, strict=True):
             with torch.cuda.stream(stream):
                 y = norm_linear(*case, plan=plan)
                 count += (as_bits(y) != as_bits(right)).any()
+    torch.cuda.synchronize()
+    assert [int(count) for count in differing] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "plan"), [p for p in one_of_each_form() if p.values[1].split_k > 1]
+)
+def test_two_graphs_at_once(problem, plan):
+    """Captured on one stream, replayed on two: counters of a stream would be counted by both."""
+    skip_unless_it_runs_here(plan)
+    cases = [case_for(problem) for _ in range(2)]
+    expected = [norm_linear(*case, plan=plan) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    differing = [torch.zeros((), dtype=torch.int64, device=CUDA) for _ in cases]
+    graphs, kept = [torch.cuda.CUDAGraph() for _ in cases], []
+    for case, graph, right, count in zip(cases, graphs, expected, differing, strict=True):
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                kept.append(norm_linear(*case, plan=plan))
+                count += (as_bits(kept[-1]) != as_bits(right)).any()
+                kept[-1].fill_(torch.nan)  # what the next replay does not write shows
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
     torch.cuda.synchronize()
     assert [int(count) for count in differing] == [0, 0]
 
