@@ -138,13 +138,14 @@ def test_fast_in_a_model_turned_to_float16_is_exact() -> None:
     assert ours < 1.25 * stock < 0.02
 
 
-def test_autocast() -> None:
-    model = cancel_model("gemma4_text")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_always_exact(dtype: torch.dtype) -> None:
+    model = cancel_model("gemma4_text", embedding=0.001)
     exact = logits(copy.deepcopy(model).double(), IDS)
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE, dtype):
         stock = logits(model, IDS)
     fn.patch(model, cancel="fast")
-    with torch.autocast(DEVICE, torch.bfloat16):
+    with torch.autocast(DEVICE, dtype):
         ours = logits(model, IDS)
     assert ours.dtype == stock.dtype
     assert error(ours, exact) < 1.25 * error(stock, exact)
@@ -182,8 +183,9 @@ def test_gradients_without_folding(family: str) -> None:
 def test_training_with_folded_gains_is_refused() -> None:
     model = cancel_model("gemma4_text").train()
     fn.patch(model, cancel="exact")
-    with pytest.raises(RuntimeError, match="cannot learn so.*fold=False"):
-        model(IDS, labels=IDS)
+    for rows in (3, 100):
+        with pytest.raises(RuntimeError, match="layers.0.input_layernorm.*cannot learn so.*fold"):
+            model.model.layers[0].input_layernorm(torch.randn(rows, 64, device=DEVICE))
 
 
 def test_a_slice_given_something_else_says_so() -> None:

@@ -52,7 +52,7 @@ CHANGED: dict[str, tuple[Between, str]] = {
     "other columns": (lambda z: _heads(z.flip(-1)), "read by flip"),
     "every second column": (lambda z: z[:, :16:2], "side by side"),
     "columns of two rows": (lambda z: z.transpose(0, 1).reshape(-1, 8), "side by side"),
-    "a wider type": (lambda z: _heads(z.double()).float(), "read by double"),
+    "another type": (lambda z: _heads(z.bfloat16()).float(), "read by bfloat16"),
     "an index tensor": (lambda z: _heads(z[:, torch.arange(32)]), "read by getitem"),
 }
 
