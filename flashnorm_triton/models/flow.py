@@ -240,14 +240,9 @@ class Follower(TorchFunctionMode):
         target = args[0] if args else None
         if not isinstance(target, Tensor):
             return
-        memory = memory_of(target)
         for tag in {id(tag): tag for _, tag in self.tags.values()}.values():
-            if tag.source == memory and tag.written is None:
+            if tag.written is None and share_memory(target, tag.source):
                 tag.written = f"{known.name_of(func)} in {self.where()}"
-                if self.tag_of(target) is tag:
-                    tag.flow.obstruct(
-                        f"its output is changed in place by {tag.written}", PASSTHROUGH
-                    )
 
     def _obstruct(self, func: Any, args: tuple[Any, ...], kwargs: dict, tags: list[Tag]) -> Any:
         for tag in tags:
@@ -255,9 +250,13 @@ class Follower(TorchFunctionMode):
         return known.answer(func, *_map_leaves((args, kwargs), _plain))
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Says which tensors share their memory."""
-    return tensor.untyped_storage()._cdata
+def share_memory(one: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors lie in the same memory.
+
+    Asked of torch itself: a Python object for the storage of a fake tensor, made and dropped by the
+    thousand, has crashed garbage collection.
+    """
+    return other is not None and torch._C._is_alias_of(one, other)
 
 
 def _plain(value: Any) -> Any:
@@ -287,10 +286,8 @@ def _is_new(result: Any, args: tuple[Any, ...]) -> int:
     """1 when ``result`` is a tensor with memory of its own: a kernel had to fill it."""
     if not isinstance(result, Tensor):
         return 0
-    memory = memory_of(result)
-    return int(
-        all(memory_of(value) != memory for value in leaves(args) if isinstance(value, Tensor))
-    )
+    tensors = [value for value in leaves(args) if isinstance(value, Tensor)]
+    return int(not any(share_memory(result, value) for value in tensors))
 
 
 def _only(args: tuple[Any, ...], kwargs: dict) -> int:

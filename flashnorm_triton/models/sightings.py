@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 PACKED, PASSTHROUGH = "packed", "passthrough"
 _BOTH = (PACKED, PASSTHROUGH)
@@ -47,11 +48,11 @@ class Flow:
 class Tag:
     """One call of a norm: its flow and the modules that have read this very output.
 
-    ``source`` is the memory of the norm's input; ``written`` says what has changed it since.
+    ``source`` is the norm's input; ``written`` says what has changed it since.
     """
 
     flow: Flow
-    source: int = 0
+    source: Tensor | None = None
     consumers: set[str] = field(default_factory=set)
     written: str | None = None
     scaled: bool = False

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from flashnorm_triton.models.examples import guesses
-from flashnorm_triton.models.flow import Follower, leaves, memory_of
+from flashnorm_triton.models.flow import Follower, leaves
 from flashnorm_triton.models.linears import linear_kind, linear_sizes
 from flashnorm_triton.models.rows import UNSEEN
 from flashnorm_triton.models.shadow import faked, make_shadow, options_of, run_once
@@ -307,9 +307,7 @@ class Tracer:
             source = _first(args, kwargs)
             if source is not None and output.dtype != source.dtype:
                 flow.obstruct(f"it turns {source.dtype} into {output.dtype}")
-            with follower.looking_away():
-                memory = 0 if source is None else memory_of(source)
-            follower.tag(output, Tag(flow, memory))
+            follower.tag(output, Tag(flow, source))
         return output
 
     def _linear(
