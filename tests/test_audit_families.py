@@ -178,6 +178,29 @@ def test_head_as_a_site(family: str, tied: bool) -> None:
     assert audit(_model(family)).sites[-1].decision == "keep"
 
 
+@pytest.mark.parametrize("family, norm", [("t5", "encoder.final_layer_norm"), ("pegasus", "")])
+def test_cross_attention_reads_the_encoders_final_norm(family: str, norm: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    config = default_config(family, 2)
+    if family == "t5":  # dropout between the norm and its readers forbids it in training
+        kept = next(site for site in audit(build(config), head=True).sites if site.norm == norm)
+        assert kept.decision == "keep" and "read by dropout" in kept.reason
+        config = CONFIG_MAPPING["t5"](num_layers=2, dropout_rate=0.0)
+    model = build(config)
+    norm = norm or "model.encoder.layer_norm"
+    site = next(site for site in audit(model, head=True).sites if site.norm == norm)
+    assert (site.decision, site.form) == ("fuse", "passthrough"), site.reason
+    assert len(site.consumers) == 4 and all("decoder" in name for name in site.consumers)
+    assert next(s for s in audit(model).sites if s.norm == norm).decision == "keep"
+
+
+def test_tied_head_that_returns_nothing_else() -> None:
+    site = next(s for s in audit(_model("modernbert"), head=True).sites if s.norm == "head.norm")
+    assert (site.form, site.foldable, site.consumers) == ("passthrough", False, ("decoder",))
+    assert audit(_model("modernbert")).sites[-1].decision == "keep"
+
+
 def test_head_is_no_site_where_more_than_hidden_states_is_returned() -> None:
     model = _model("siglip")
     final = next(

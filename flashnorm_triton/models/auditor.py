@@ -22,7 +22,10 @@ _REASONS = 2  # what is told of the obstacles to one norm
 _EXPERTS = "experts"
 _APART = " (seen by tracing "
 # What head=True gives back as it is before the final norm.
-_HIDDEN_STATES = {"last_hidden_state", "hidden_states", "encoder_last_hidden_state"}
+_HIDDEN_STATES = {
+    *("last_hidden_state", "hidden_states"),
+    *("encoder_last_hidden_state", "encoder_hidden_states"),
+}
 
 
 def audit(

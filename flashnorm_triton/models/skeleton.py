@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-# What is looked up for a config without ``architectures``, in this order.
+# What is looked up for a config without ``architectures``, in this order (of a config with encoder
+# and decoder, the sequence to sequence model first).
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
@@ -146,7 +147,8 @@ def build(config: Any) -> nn.Module:
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             kinds.append(getattr(transformers, name))
-    for name in _MAPPINGS:
+    both = getattr(config, "is_encoder_decoder", False)
+    for name in sorted(_MAPPINGS, key=lambda name: both and "SEQ" not in name):
         mapping = getattr(transformers, name, None)
         if mapping is not None and type(config) in mapping:
             kind = mapping[type(config)]
