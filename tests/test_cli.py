@@ -92,6 +92,32 @@ def test_audit_reads_a_folder_without_weights(tmp_path: Path) -> None:
     assert json.loads(done.output)["norms"] == 17
 
 
+def test_audit_of_a_model_type_needs_no_files() -> None:
+    report = json.loads(call("audit", "--model-type", "gpt2", "--layers", "3", "--json").output)
+    assert (report["model_class"], report["norms"], report["fused"]) == ("GPT2LMHeadModel", 7, 6)
+    done = call("audit", "--model-type", "gpt2", "--head")
+    assert done.exit_code == 0 and "5 norms, 5 fused" in " ".join(done.output.split())
+
+
+def test_audit_of_fewer_layers_of_a_model(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=96, num_attention_heads=4, rms_norm_eps=3e-5).save_pretrained(tmp_path)
+    report = json.loads(call("audit", str(tmp_path), "--layers", "1", "--json").output)
+    assert report["norms"] == 3 and report["sites"][0]["eps"] == 3e-5
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "give a MODEL or a --model-type"),
+        (("demo", "--model-type", "llama"), "one of the two"),
+        (("--model-type", "lamma"), "no model type 'lamma'"),
+    ],
+)
+def test_audit_of_nothing_that_is_known(arguments: tuple[str, ...], words: str) -> None:
+    done = call("audit", *arguments)
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
 def test_audit_errors_name_the_value_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
