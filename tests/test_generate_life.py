@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -86,10 +86,18 @@ def _generate(model: nn.Module, way: str, ids: Tensor) -> Tensor:
     return model.generate(**inputs, **options)
 
 
+def _has(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _skip_unless(needed: str) -> None:
     if needed == "gpu" and not HAS_GPU:
         pytest.skip("needs a GPU: torch has no other device to offload from")
-    if needed == "optimum" and importlib.util.find_spec("optimum") is None:
+    if needed == "optimum" and not _has("optimum-quanto"):
         pytest.skip("quantized caches need optimum-quanto")
 
 
