@@ -167,7 +167,7 @@ def _swap(
 
 
 def _rows(squares: str, block_n: int, num_stages: int) -> Plan:
-    strategy = "single_pass" if squares == "own" else "stats_then_gemm"
+    strategy = "stats_then_gemm" if squares == "given" else "single_pass"
     return Plan(strategy, "hopper_rows", 128, block_n, 64, 4, num_stages, squares=squares)
 
 
@@ -189,11 +189,14 @@ def choose(problem: Problem, device: Device) -> Plan:
         return plan
     half = problem.dtype in ("bfloat16", "float16")
     if half and device.gluon and problem.tma and not problem.has_gain:
-        if problem.epilogue and rows > 64:
-            return UNFUSED
-        plan = (_gated if problem.gated else _hopper)(problem, rows, device.sm_count)
+        if problem.gated:
+            plan = _gated(problem, rows, device.sm_count)
+        elif problem.epilogue and rows > 64:
+            plan = _finished(problem, rows, device.sm_count)
+        else:
+            plan = _hopper(problem, rows, device.sm_count)
         # The row tiles write y by TMA: 16-byte rows.
-        return UNFUSED if plan.form == "hopper_rows" and problem.n % 8 else plan
+        return UNFUSED if plan.form == "hopper_rows" and problem.width % 8 else plan
     # x * gain in fp16 before the division could overflow, so fp16 keeps gains out of the tiles.
     safe_gain = not problem.has_gain or problem.dtype == "bfloat16"
     if half and not problem.centred and safe_gain and rows <= 8 and problem.k <= 1024:
@@ -233,10 +236,45 @@ def _few_rows(problem: Problem, rows: int, device: Device) -> Plan | None:
 
 
 def _gated(problem: Problem, rows: int, sm_count: int) -> Plan:
-    """Swapped tiles with two weight tiles, of the gate and the up projection, up to 64 rows."""
-    if rows <= 16 and problem.n > 96 * sm_count:
-        return _swap(16, 64, 128, 3, max_registers=128)
-    return _swap(max(rows, 16), 64, 128, {32: 5, 64: 4}.get(rows, 6), in_flight=1)
+    """Tiles with two weight tiles, of the gate and the up projection (docs/measured.md)."""
+    n, shallow = problem.n, problem.k <= 1024
+    wide = n > 96 * sm_count
+    if rows <= 64:
+        if rows <= 16 and wide:
+            return _swap(16, 64, 128, 3, max_registers=128)
+        if rows == 64 and n > 128 * sm_count:
+            return _swap(64, 128, 64, 4, in_flight=1)
+        if rows == 64 and n <= 32 * sm_count:
+            return _swap(32, 64, 128, 4, in_flight=1)
+        return _swap(max(rows, 16), 64, 128, {32: 5, 64: 4}.get(rows, 6), in_flight=1)
+    narrow_tiles, tiles = (-(-rows // 128) * -(-problem.width // side) for side in (64, 128))
+    if rows == 128 and wide:
+        return _rows("registers", 64, 5)
+    if not shallow:
+        even = rows >= 1024 and wide and _evenness(tiles, sm_count) >= 0.9
+        # The widest lost at 4096 rows.
+        return _rows("given", 128, 3) if even and (rows < 4096 or n <= 128 * sm_count) else UNFUSED
+    if rows <= 512:
+        if narrow_tiles > sm_count:
+            return UNFUSED
+        return _swap(64, 64, 128, 4, in_flight=1) if rows <= 256 else _rows("own", 64, 4)
+    if tiles <= sm_count or _evenness(tiles, sm_count) >= 0.9:
+        return _rows("registers", 128, 3)
+    return _rows("registers", 64, 5) if _evenness(narrow_tiles, sm_count) >= 0.9 else UNFUSED
+
+
+def _finished(problem: Problem, rows: int, sm_count: int) -> Plan:
+    """From 128 rows on with an epilogue but for a gated pair: swapped tiles of shallow layers.
+
+    From 512 rows on the pair's second launch works beside nothing and still costs less than the
+    error function at the end of row tiles, whose matrix units wait for it.
+    """
+    tiles = -(-rows // 64) * -(-problem.n // 64)
+    if problem.k > 1024 or rows > 256 or tiles > 2 * sm_count:
+        return UNFUSED
+    if rows == 128:
+        return _swap(64, 64, 128, 6, in_flight=1)
+    return _swap(64, 64, 64, 4, max_registers=128)
 
 
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:

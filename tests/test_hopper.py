@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import hopper_units
 import pytest
@@ -12,7 +14,7 @@ from aot_runs import Run, compiled
 from plan_params import skip_unless_it_runs_here
 
 from flashnorm_triton import limits
-from flashnorm_triton.plans import Device, Plan, Problem
+from flashnorm_triton.plans import Device, Plan, Problem, choose
 from flashnorm_triton.tuning import lint, rig, validate
 
 H200 = Device("cuda", 90, 132, gluon=True)
@@ -68,6 +70,34 @@ def test_a_variant_keeps_the_contract_on_a_gpu(plan, problem, dtype):
         case = validate.make_case(odd, weight)
         verdict = validate.check(case, rig.run_of(case, plan), 24, lambda: load(1))
         assert verdict.reason is None, f"{m} rows: {verdict}"
+
+
+MEASURED = json.loads(
+    (Path(__file__).parents[1] / "bench/results/nvidia_h200/epilogues.json").read_text()
+)["records"]
+
+
+@pytest.mark.parametrize("cell", MEASURED, ids=lambda c: f"{c['k']}to{c['n']}-{c['m']}")
+def test_the_built_in_plan_of_an_epilogue_is_no_slower_than_the_chain_where_measured(cell):
+    gated = "gated" in cell["epilogue"]
+    epilogue = {"gated": True, "activation": "silu"} if gated else {"activation": "gelu", **LAYER}
+    of = Problem("bfloat16", cell["m"], cell["n"], cell["k"], **epilogue)
+    plan = choose(of, H200)
+    if plan.form in ("library", "gemv"):  # the chain itself; the GEMV's figures are elsewhere
+        return
+    chains = (cell["unfused_us"], cell.get("fused_norm_then_activation_us", cell["unfused_us"]))
+    timed = {limits.plan_from(without_time(row)): row["us"] for row in cell["plans"]}
+    if plan not in timed:  # of another depth, say
+        assert plan.block_m in (16, 32)
+        return
+    assert timed[plan] <= 1.01 * min(chains)
+
+
+LAYER = {"has_bias": True, "centred": True}
+
+
+def without_time(row: dict) -> dict:
+    return {field: value for field, value in row.items() if field != "us"}
 
 
 def rules(text: str) -> set[str]:

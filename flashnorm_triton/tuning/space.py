@@ -69,13 +69,25 @@ _SWAP = {
     ),
     128: ((128, 64, 6, 0, 1), (64, 64, 4, 128, 0)),
 }  # fmt: skip
+# The same for gated pairs, whose slots hold two weight tiles
+_SWAP_PAIRS = {
+    16: (
+        (64, 128, 4, 0, 1), (64, 128, 3, 128, 0), (64, 128, 6, 0, 1), (64, 256, 2, 0, 0),
+        (128, 64, 4, 0, 1), (64, 64, 4, 128, 0),
+    ),
+    32: ((64, 128, 4, 0, 1), (64, 128, 5, 0, 1), (64, 64, 4, 128, 0), (64, 256, 2, 0, 0)),
+    64: ((64, 128, 4, 0, 1), (64, 64, 4, 128, 0), (128, 64, 4, 0, 1)),
+    128: (),
+}  # fmt: skip
+# Best of the swapped tiles with another epilogue at 128 and 256 rows
+_SWAP_FINISHED = ((64, 64, 4, 128, 0),)
 # (squares, BLOCK_N, stages)
 _ROWS = (
     ("own", 256, 3), ("given", 128, 5), ("own", 128, 5), ("own", 128, 4), ("own", 64, 6),
     ("given", 256, 3), ("registers", 256, 4), ("given", 64, 6),
 )  # fmt: skip
 # The same for gated pairs, whose tiles are two accumulators of BLOCK_N columns
-_PAIRS = (("registers", 128, 3), ("given", 128, 3), ("registers", 64, 5), ("own", 64, 4))
+_PAIRS = (("given", 128, 3), ("registers", 128, 3), ("registers", 64, 5), ("own", 64, 4))
 # (BLOCK_M, BLOCK_N, warps, stages) with BLOCK_K 64
 _SCALED = ((128, 256, 8, 4), (128, 256, 8, 3), (128, 128, 8, 4), (64, 256, 4, 4), (64, 128, 4, 5))
 # (BLOCK_N, BLOCK_K, stages) of portable tiles with few rows, and whole blocks with many
@@ -125,7 +137,10 @@ def _hopper(problem: Problem, rows: int, sm_count: int) -> Iterable[Plan]:
     if rows > 1:
         blocks = [16] if rows <= 16 else [rows // 2, rows] if rows <= 128 else [64, 128]
     for block_m in reversed(blocks):
-        for n, k, stages, cap, in_flight in _SWAP[block_m]:
+        listed = (_SWAP_PAIRS if problem.gated else _SWAP)[block_m]
+        if problem.epilogue and not problem.gated and block_m == 64:
+            listed = (*_SWAP_FINISHED, *listed)
+        for n, k, stages, cap, in_flight in listed:
             plan = Plan(
                 "single_pass", "hopper_swap", block_m, n, k, 4, stages,
                 max_registers=cap, in_flight=in_flight,
