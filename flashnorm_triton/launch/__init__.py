@@ -72,8 +72,28 @@ def compile_units() -> Iterator[CompileUnit]:
     others = [
         (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
     ]
-    for problem, plan in [*shipped_plans(), *others]:
+    for problem, plan in [*shipped_plans(), *others, *_with_epilogues()]:
+        # Several rows with a gain hold all the code of those without; the halves are alike in it.
+        same = problem.dtype == "float16" or not (problem.has_gain or problem.epilogue)
+        if plan.form == "gemv" and plan.block_m > 1 and same:
+            continue
         family = FAMILIES[plan.form](plan, problem, problem.k)
         if not isinstance(family, Unfused):
             name = unit_name(plan, problem)
             yield family.kernel.unit(name, problem.dtype, family.targets)
+
+
+def _with_epilogues() -> Iterator[tuple[Problem, Plan]]:
+    """Every form in plain Triton with all that it can do after the product."""
+    whole = Problem(
+        "bfloat16", 64, 4096, 2048, True, centred=True, activation="gelu", gated=True,
+        has_residual=True,
+    )  # fmt: skip
+    yield replace(whole, has_gain=True), Plan("single_pass", "gemv", 1, 4, 512, 2, 1)
+    yield replace(whole, dtype="float32"), Plan("single_pass", "gemv", 4, 4, 1024, 4, 1)
+    own = replace(whole, centred=False)
+    for plan in other_plans():
+        if plan.form == "tiles":
+            yield (whole if plan.squares == "given" else own), plan
+        elif plan.form == "scaled_gemm":
+            yield replace(whole, gated=False), plan
