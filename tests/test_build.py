@@ -176,6 +176,27 @@ def test_a_plan_that_its_own_family_refuses_is_an_answer(real):
     assert refused.error.startswith("ValueError") and "gain" in refused.error
 
 
+def test_a_worker_shares_what_was_assigned_in_this_process(tmp_path, monkeypatch):
+    """torch's compiler moves Triton's cache: a worker must put its results where we look."""
+    from triton import knobs
+
+    started: list[dict[str, str]] = []
+
+    def popen(command: list[str], env: dict[str, str], **_: object) -> None:
+        started.append(env)
+        raise OSError("not to be started")
+
+    monkeypatch.setattr(build.subprocess, "Popen", popen)
+    with knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir, knobs.nvidia.libdevice_path = str(tmp_path), "/a/libdevice.bc"
+        for name in ("TRITON_CACHE_DIR", "TRITON_LIBDEVICE_PATH"):
+            os.environ.pop(name, None)  # the scope puts back what was there
+        with pytest.raises(OSError, match="not to be started"):
+            build._Worker(build.WORKER)
+    assert started[0]["TRITON_CACHE_DIR"] == str(tmp_path)
+    assert started[0]["TRITON_LIBDEVICE_PATH"] == "/a/libdevice.bc"
+
+
 def test_a_launch_finds_what_a_worker_compiled():
     """The launch itself (compiled.py) asks for the cache entries that ``build`` made.
 

@@ -251,11 +251,18 @@ class _Worker:
     """One worker process and the pipes to it."""
 
     def __init__(self, command: list[str]) -> None:
+        from triton import knobs
+
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         # No GPU is wanted, and the interpreter would leave nothing to compile.
         environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         environment.pop("TRITON_INTERPRET", None)
+        # What this process was told of Triton's cache, and of what a compile's key depends on, by
+        # assignment rather than by its environment (torch's compiler does), a worker must know too.
+        environment["TRITON_CACHE_DIR"] = str(knobs.cache.dir)
+        if libdevice := knobs.nvidia.libdevice_path:
+            environment["TRITON_LIBDEVICE_PATH"] = str(libdevice)
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed in end)
         self._process = subprocess.Popen(
             command,
