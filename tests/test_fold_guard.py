@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +89,32 @@ def test_too_little_disk_says_how_much(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(guard.shutil, "disk_usage", lambda path: usage._replace(free=5_000))
     refused(source, tmp_path / "dst", r"takes 1\.\d+ MB, 5 kB are free, 1\.\d+ MB are missing")
+    with pytest.raises(OSError, match="too little disk"):
+        fn.fold_checkpoint(source, tmp_path / "no" / "such" / "place", progress=False)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_hub_id_is_downloaded_without_other_formats(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: dict[str, object] = {}
+
+    def download(name: str, **options: object) -> str:
+        if name == "no/where":
+            raise ConnectionError("the hub is unreachable")
+        asked.update(options, name=name)
+        return str(source)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    result = fn.fold_checkpoint("some/model", tmp_path / "dst", progress=False)
+    assert asked["name"] == "some/model" and "*.bin" in asked["ignore_patterns"]
+    assert result.record["source"]["name"] == "some/model"
+    assert "base_model: some/model" in (tmp_path / "dst" / "README.md").read_text()
+    with pytest.raises(FileNotFoundError, match="could not be fetched from the hub .*unreachable"):
+        fn.fold_checkpoint("no/where", tmp_path / "other")
 
 
 def drop_shard(source: Path) -> None:
@@ -203,7 +233,9 @@ def test_a_folded_checkpoint_is_not_folded_again(source: Path, tmp_path: Path) -
 def test_models_and_options_that_do_not_fit(source: Path, tmp_path: Path) -> None:
     refused(source, tmp_path / "dst", "dtype 'int8' is none .*use bfloat16", dtype="int8")
     refused(source, tmp_path / "dst", "not tied to the embedding: leave --untie out", untie=True)
-    set_config(source, model_type="nosuchmodel", architectures=["NoSuchModel"])
+    set_config(source, auto_map={"AutoConfig": "code.Config"}, model_type="theirs")
+    refused(source, tmp_path / "dst", "cannot build this model")
+    set_config(source, auto_map={}, model_type="nosuchmodel", architectures=["NoSuchModel"])
     refused(source, tmp_path / "dst", "cannot build this model")
 
 
@@ -221,23 +253,21 @@ def test_an_error_or_interrupt_at_any_point_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write and every step to the last rename is made to fail once."""
-    real, count = stream.write_all, 0
+    real, counter = stream.write_all, itertools.count()
 
     def counting(*arguments: object) -> None:
-        nonlocal count
-        count += 1
+        next(counter)
         real(*arguments)
 
     monkeypatch.setattr(stream, "write_all", counting)
     fn.fold_checkpoint(source, tmp_path / "counted", progress=False)
+    count = next(counter)
     assert count > 20
     for place in (1, 2, count // 2, count):
-        left = place
+        turns = itertools.count(1)
 
-        def failing(*arguments: object) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
+        def failing(*arguments: object, turns: Any = turns, place: int = place) -> None:
+            if next(turns) == place:
                 raise KeyboardInterrupt
             real(*arguments)
 
@@ -248,7 +278,7 @@ def test_an_error_or_interrupt_at_any_point_leaves_nothing(
         assert state(source) == before
         assert sorted(f.name for f in tmp_path.iterdir()) == ["counted", "src"]
     monkeypatch.setattr(stream, "write_all", real)
-    for step in ("_copy_others", "_record", "_write_texts", "_sync", "make_card"):
+    for step in ("_copy_others", "_record", "_write_texts", "make_card"):
 
         def broken(*arguments: object) -> None:
             raise OSError("no space left on device")
@@ -264,7 +294,7 @@ from flashnorm_triton.checkpoints import folding, stream
 real = stream.write_all
 def slow(*arguments):
     real(*arguments)
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())  # whole lines, from whichever thread
     time.sleep(0.5)
 stream.write_all = slow
 for name in sys.argv[2:]:  # forks: torch is imported once
@@ -302,6 +332,27 @@ def test_signals(source: Path, tmp_path: Path) -> None:
         else:
             assert not left
     assert child.wait(30) == 0
+
+
+def test_a_failure_stops_the_other_shards(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards are written several at a time; none goes on for a result that nobody will see."""
+    real, writes = stream.write_all, itertools.count()
+    failed = threading.Event()
+
+    def failing(sink: Any, data: Any) -> None:
+        if "00001-of" in sink.name:
+            failed.set()
+            raise OSError("no space left on device")
+        failed.wait(10)
+        time.sleep(0.05)
+        next(writes)
+        real(sink, data)
+
+    monkeypatch.setattr(stream, "write_all", failing)
+    refused(source, tmp_path / "dst", "no space left on device")
+    assert next(writes) < 20
 
 
 def test_a_source_that_changes_meanwhile(

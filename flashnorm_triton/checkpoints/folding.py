@@ -111,23 +111,22 @@ def fold_checkpoint(
     total = sum(s.data_start + s.data_size for s in source.shards.values())
     total += sum((folder / file).stat().st_size for file in source.others)
     parent = destination.resolve().parent
-    parent.mkdir(parents=True, exist_ok=True)
     with _bar(total, progress) as advance, _stoppable():
         rewriter = Rewriter(_edits(source, plan, strict), _added(source, plan), cast, advance)
-        check_space(parent, _needed(source, rewriter) + _MARGIN)
+        existing = next(one for one in (parent, *parent.parents) if one.exists())
+        check_space(existing, _needed(source, rewriter) + _MARGIN)
+        parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=parent))
         try:
             os.chmod(work, 0o777 & ~_umask())
-            hashes = {n: rewriter.write(shard, work / n) for n, shard in source.shards.items()}
+            hashes = rewriter.write_shards(source.shards, work)
             rewriter.finish()
             hashes |= _copy_others(source, work, advance)
             hashes[CONFIG] = _hash((folder / CONFIG).read_bytes())
             record = _record(source, plan, hashes, strict, wanted, cast)
             record["marks"] = list(plan.marks) if flags else []
             _write_texts(source, rewriter, plan, work, record, wanted)
-            _sync(work)
             os.replace(work, destination.resolve())
-            _sync(parent)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise
@@ -304,14 +303,6 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

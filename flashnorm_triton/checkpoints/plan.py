@@ -72,7 +72,7 @@ def skeleton(source: Source, untie: bool = False) -> nn.Module:
     logging.set_verbosity_error()
     named = (source.config.get("architectures") or [None])[0]
     try:
-        config = transformers.AutoConfig.from_pretrained(source.path)
+        config = transformers.AutoConfig.from_pretrained(source.path, trust_remote_code=False)
         if untie:
             for one in {id(c): c for c in (config, config.get_text_config())}.values():
                 one.tie_word_embeddings = False

@@ -1,4 +1,4 @@
-"""Rewriting shards: one pass in file order, a few megabytes in memory, every byte hashed.
+"""Rewriting shards: one pass over each, a few megabytes in memory, every byte hashed.
 
 What is not changed is copied range by range. A weight is multiplied in pieces that fit the cache:
 float32 product (float64 for float64), one rounding. Biases that take W·β are written last, when
@@ -11,8 +11,9 @@ import hashlib
 import io
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +29,11 @@ from flashnorm_triton.checkpoints.safefile import (
 )
 
 _CHUNK = 4 << 20  # bytes read at a time
-_PIECE = 1 << 17  # elements multiplied at a time: their float32 copy stays in the cache
+# Elements multiplied at a time. Their float32 copy stays in the cache, and torch does not spread so
+# few over threads, which would wait for each other longer than they work.
+_PIECE = 1 << 15
 _BUFFERS = 3
+_WORKERS = 4  # shards at a time
 # A healthy float16 product is off by about 2e-4; beyond this, subnormal values were hit.
 _HALF_ERROR = 5e-4
 
@@ -70,7 +74,7 @@ Edit = Scale | Replace | Drop
 
 
 class Rewriter:
-    """Writes the changed copy of a checkpoint's shards, one call a shard, then :meth:`finish`.
+    """Writes the changed copy of a checkpoint's shards: :meth:`write_shards`, then :meth:`finish`.
 
     Args:
         edits: what becomes of each stored tensor; one that is not named is copied.
@@ -89,7 +93,7 @@ class Rewriter:
         self._edits, self._added = edits, added
         self._cast = dict(cast or {})
         self._advance = advance
-        self._written: list[Path] = []
+        self._stopped = threading.Event()
         self._moved: dict[str, Tensor] = {}
         self._waiting: dict[str, tuple[Path, int, str, Tensor]] = {}
         self._biases = {
@@ -109,6 +113,23 @@ class Rewriter:
             return shard.header, shard.entries
         return make_header(tensors, shard.metadata)
 
+    def write_shards(self, shards: Mapping[str, Shard], folder: Path) -> dict[str, str]:
+        """:meth:`write` for every shard, several at a time; their sources' sha256 by file name.
+
+        Raises what the first failure or interrupt raises, once all have stopped.
+        """
+        workers = min(_WORKERS, os.cpu_count() or 1, len(shards))
+        with ThreadPoolExecutor(workers) as pool:
+            futures = {n: pool.submit(self.write, one, folder / n) for n, one in shards.items()}
+            try:
+                for future in as_completed(futures.values()):
+                    future.result()
+            except BaseException:
+                self._stopped.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return {name: future.result() for name, future in futures.items()}
+
     def write(self, shard: Shard, target: Path) -> str:
         """Write the new form of ``shard`` to ``target``; returns the source file's sha256.
 
@@ -123,7 +144,7 @@ class Rewriter:
             target.open("wb", buffering=0) as sink,
             ThreadPoolExecutor(1) as hasher,
         ):
-            reader = HashedReader(source, hasher, self._advance)
+            reader = HashedReader(source, hasher, self._told)
             reader.skip(len(shard.header))
             write_all(sink, header)
             for entry in shard.entries:
@@ -132,24 +153,24 @@ class Rewriter:
             for one in self._added:
                 if one.name in new:
                     self._add(source, sink, shard, one, new[one.name])
-        self._written.append(target)
         after = os.stat(shard.path)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise ValueError(f"{shard.path.name} was changed while it was read: start again")
         return digest
 
     def finish(self) -> None:
-        """Write the biases that W·β was added to (float64 sums, one rounding); then wait for the
-        disk, which had the time of all later shards to write the earlier ones."""
+        """Write the biases that W·β was added to: float64 sums, one rounding."""
         for name, (path, offset, dtype, stored) in self._waiting.items():
             moved = self._moved[name]
             values = (stored.to(moved.dtype) + moved).to(FLOATS[dtype])
             with path.open("r+b") as file:
                 file.seek(offset)
                 file.write(to_bytes(values))
-        for path in self._written:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+
+    def _told(self, count: int) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError("another shard failed")
+        self._advance(count)
 
     def _tensor(
         self,
@@ -166,7 +187,9 @@ class Rewriter:
             reader.skip(entry.size)
             write_all(sink, to_bytes(edit.values.to(FLOATS[place.dtype])))
         elif entry.name in self._biases:
-            data = bytearray().join(reader.pieces(entry.size, 1))
+            data = bytearray()
+            for chunk in reader.pieces(entry.size, 1):
+                data += chunk
             stored = torch.frombuffer(data, dtype=FLOATS[entry.dtype])
             self._waiting[entry.name] = (target, sink.tell(), place.dtype, stored)
             write_all(sink, bytes(place.size))  # holds the place until W·β is known

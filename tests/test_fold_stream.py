@@ -1,0 +1,142 @@
+"""The pass over the shards: memory, the bar, products in every layout, headers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from folders import saved
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import flashnorm_triton as fn
+from flashnorm_triton.checkpoints import stream
+from flashnorm_triton.checkpoints.safefile import make_header, read_shard
+from flashnorm_triton.checkpoints.stream import Added, Drop, Replace, Rewriter, Scale
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_memory_is_bounded_and_the_committed_measurement_is_within_its_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bench at a tenth of its size; peak memory above what the imports take."""
+    spec = importlib.util.spec_from_file_location("bench_fold", ROOT / "bench" / "fold.py")
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    out = tmp_path / "fold.json"
+    arguments = ["--gigabytes", "0.4", "--shard-gigabytes", "0.1", "--rounds", "1"]
+    monkeypatch.setattr(
+        sys, "argv", ["fold.py", *arguments, "--folder", str(tmp_path), "--out", str(out)]
+    )
+    bench.main()  # its verdict on time is the machine's mood at this size
+    small = json.loads(out.read_text())
+    grown = small["peak_bytes"] - small["peak_bytes_of_imports"]
+    assert grown <= 1.5 * small["largest_shard_bytes"]
+    assert small["norms_folded"] > 2 and small["weights_in_another_shard_than_their_norm"] > 2
+    large = json.loads((ROOT / "bench" / "results" / "cpu" / "fold.json").read_text())
+    assert large["bytes"] >= 4e9 and large["shards"] > 3
+    assert large["peak_over_largest_shard"] <= bench.MEMORY_LIMIT
+
+
+def test_the_bar_shows_bytes_and_the_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "src")
+    capsys.readouterr()
+    fn.fold_checkpoint(source, tmp_path / "dst")
+    shown = capsys.readouterr().err
+    copied = {*source.glob("*.safetensors"), source / "tokenizer.json"}
+    copied.add(source / "generation_config.json")
+    size = f"{sum(file.stat().st_size for file in copied) / 1e3:.1f}"
+    assert f"{size}/{size} kB" in shown and "0:00:00" in shown
+    fn.fold_checkpoint(source, tmp_path / "again", progress=False)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_along_every_axis_in_pieces_of_any_size(
+    tmp_path: Path, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_CHUNK", chunk)
+    monkeypatch.setattr(stream, "_PIECE", max(chunk // 8, 1))
+    gain, beta = torch.randn(6), torch.randn(6)
+    held = {
+        "a_bias": torch.randn(5),
+        "b_bias": torch.randn(7),
+        "linear": torch.randn(5, 6),
+        "conv1d": torch.randn(6, 7),
+        "experts": torch.randn(3, 4, 6),
+        "transposed": torch.randn(3, 6, 4),
+        "norm": torch.randn(6),
+        "gone": torch.randn(2),
+        "other": torch.randn(3, 3),
+    }
+    held = {name: tensor.to(dtype) for name, tensor in held.items()}
+    save_file(held, tmp_path / "in.safetensors", metadata={"format": "pt"})
+    edits = {
+        "linear": Scale(gain, 1, beta, "a_bias"),
+        "conv1d": Scale(gain, 0, beta, "b_bias"),
+        "experts": Scale(gain, 2),
+        "transposed": Scale(gain, 1),
+        "norm": Replace(torch.ones(6)),
+        "gone": Drop(),
+    }
+    seen: list[int] = []
+    added = (Added("new", "linear", Scale(gain * 2, 1)), Added("copy", "other", None))
+    rewriter = Rewriter(edits, added, advance=seen.append)
+    shard = read_shard(tmp_path / "in.safetensors")
+    digest = rewriter.write(shard, tmp_path / "out.safetensors")
+    rewriter.finish()
+    data = (tmp_path / "in.safetensors").read_bytes()
+    assert digest == hashlib.sha256(data).hexdigest() and sum(seen) == len(data)
+    with safe_open(tmp_path / "out.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+        new = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    assert new.keys() == (held.keys() - {"gone"}) | {"new", "copy"}
+    wide = {name: tensor.float() for name, tensor in held.items()}
+    wanted = {
+        "linear": wide["linear"] * gain,
+        "conv1d": wide["conv1d"] * gain[:, None],
+        "experts": wide["experts"] * gain,
+        "transposed": wide["transposed"] * gain[None, :, None],
+        "norm": torch.ones(6),
+        "new": wide["linear"] * (gain * 2),
+        "copy": wide["other"],
+        "other": wide["other"],
+    }
+    for name, tensor in wanted.items():
+        assert torch.equal(new[name], tensor.to(dtype)), name
+    close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    sums = {"a_bias": wide["linear"] @ beta, "b_bias": beta @ wide["conv1d"]}
+    for name, moved in sums.items():
+        torch.testing.assert_close(new[name], (wide[name] + moved).to(dtype), **close)
+
+
+def test_a_cast_leaves_other_dtypes_alone(tmp_path: Path) -> None:
+    held = {"half": torch.randn(4, 4).bfloat16(), "wide": torch.randn(3), "ids": torch.arange(5)}
+    save_file(held, tmp_path / "in.safetensors")
+    rewriter = Rewriter({}, cast={"BF16": "F32"})
+    rewriter.write(read_shard(tmp_path / "in.safetensors"), tmp_path / "out.safetensors")
+    with safe_open(tmp_path / "out.safetensors", "pt") as opened:
+        assert torch.equal(opened.get_tensor("half"), held["half"].float())
+        assert torch.equal(opened.get_tensor("wide"), held["wide"])
+        assert torch.equal(opened.get_tensor("ids"), held["ids"])
+
+
+@pytest.mark.parametrize("name", ["a", "model.layers.0.größe", "x" * 300])
+def test_headers_that_the_library_reads(tmp_path: Path, name: str) -> None:
+    header, entries = make_header([(name, "F32", (2, 3)), ("scalar", "I64", ())], {"k": "v"})
+    assert len(header) % 8 == 0 and [entry.size for entry in entries] == [24, 8]
+    (tmp_path / "made.safetensors").write_bytes(header + bytes(range(32)))
+    with safe_open(tmp_path / "made.safetensors", "pt") as opened:
+        assert set(opened.keys()) == {name, "scalar"} and opened.metadata() == {"k": "v"}
+        assert opened.get_tensor(name).shape == (2, 3)
+    assert read_shard(tmp_path / "made.safetensors").entries == entries
