@@ -92,7 +92,7 @@ def generate(folder: Path, gigabytes: float, shard_bytes: int) -> None:
     size = 0
     for name, shape in shapes(layers).items():
         size += tensor_bytes("BF16", shape)
-        if size > shard_bytes:
+        if shards[-1] and size > shard_bytes:
             shards.append({})
             size = tensor_bytes("BF16", shape)
         shards[-1][name] = shape
@@ -121,7 +121,7 @@ def child(*arguments: str) -> dict[str, float]:
     """Run CHILD; what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
