@@ -54,12 +54,12 @@ class Size:
     kv_heads: int = 8
     intermediate: int = 8192
     vocab: int = 128256
+    tied: bool = True
 
     @property
     def name(self) -> str:
-        if self == Size():
-            return "llama-3.2-1b"
-        return f"llama-{self.layers}x{self.hidden}"
+        known = {Size(): "llama-3.2-1b", EIGHT_B: "llama-3.1-8b"}
+        return known.get(self, f"llama-{self.layers}x{self.hidden}")
 
     def config(self) -> transformers.LlamaConfig:
         return transformers.LlamaConfig(
@@ -72,11 +72,14 @@ class Size:
             max_position_embeddings=8192,
             rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
             rms_norm_eps=1e-5,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.tied,
             bos_token_id=None,
             eos_token_id=None,  # every run is as long as it was asked to be
             pad_token_id=0,
         )
+
+
+EIGHT_B = Size(32, 4096, 32, 8, 14336, tied=False)
 
 
 def make_model(size: Size, device: str) -> Any:

@@ -2,9 +2,10 @@
 
 A file is ``bench/results/<gpu_slug>/<name>.json``. Its records are all of one kind: timed
 operations (``norm_linear``: keys ``OPERATION_FIELDS``), whole models (``generate``, ``decode``,
-``prefill``: keys ``MODEL_FIELDS``), host time a call (``host``: keys ``HOST_FIELDS``) or plan
-families launched over and over (``soak``: keys ``SOAK_FIELDS``). A record that could not be
-measured says so in ``error`` and needs only its identity. Unknown extra keys are kept.
+``prefill``: keys ``MODEL_FIELDS``), host time a call (``host``: keys ``HOST_FIELDS``), plan
+families launched over and over (``soak``: keys ``SOAK_FIELDS``) or models patched and reverted
+(``patching``: keys ``PATCHING_FIELDS``). A record that could not be measured says so in ``error``
+and needs only its identity. Unknown extra keys are kept.
 """
 
 from __future__ import annotations
@@ -85,11 +86,27 @@ SOAK_FIELDS: dict[str, tuple[type, ...]] = {
     "mismatches": (int,),
     "members": (list,),
 }
+_PATCHING_IDENTITY: dict[str, tuple[type, ...]] = {"patching": (str,), "variant": (str,)}
+PATCHING_FIELDS: dict[str, tuple[type, ...]] = {
+    **_PATCHING_IDENTITY,
+    "dtype": (str,),
+    "sites": (int,),
+    "patch_s": _NUMBER,
+    "weights_gb": _NUMBER,
+    "largest_site_gb": _NUMBER,
+    "peak_gb": (*_NUMBER, type(None)),
+    "rel_err": _NUMBER,
+    "rel_err_stock": _NUMBER,
+    "revert_s": (*_NUMBER, type(None)),
+    "bit_equal": (bool, type(None)),
+    "missed": (list,),
+}
 # The key by which a record is told, what a failed one needs, and what a measured one needs.
 _KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]]], ...] = (
     ("op", _OPERATION_IDENTITY, OPERATION_FIELDS),
     ("call", _HOST_IDENTITY, HOST_FIELDS),
     ("family", _SOAK_IDENTITY, SOAK_FIELDS),
+    ("patching", _PATCHING_IDENTITY, PATCHING_FIELDS),
     ("model", _MODEL_IDENTITY, MODEL_FIELDS),
 )
 _TIMES_BY_NAME = ("baselines_us", "host_us")

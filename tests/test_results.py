@@ -51,6 +51,21 @@ MODEL = {
     "launches": 320,
     "fraction_of_bandwidth": 0.04,
 }
+PATCHING = {
+    "patching": "llama-3.1-8b",
+    "variant": "patch()",
+    "dtype": "bfloat16",
+    "sites": 64,
+    "patch_s": 9.5,
+    "weights_gb": 16.06,
+    "largest_site_gb": 0.235,
+    "peak_gb": 16.31,
+    "rel_err": 0.031,
+    "rel_err_stock": 0.033,
+    "revert_s": 1.7,
+    "bit_equal": True,
+    "missed": [],
+}
 
 
 def git(*args: str, cwd: Path, stdin: str | None = None) -> str:
@@ -124,7 +139,9 @@ def test_gpu_slug_of_nothing_is_refused():
         results.gpu_slug(" /")
 
 
-@pytest.mark.parametrize("record", [OPERATION, MODEL], ids=["operation", "model"])
+@pytest.mark.parametrize(
+    "record", [OPERATION, MODEL, PATCHING], ids=["operation", "model", "patching"]
+)
 def test_what_is_saved_is_what_is_loaded(tmp_path, record):
     path = tmp_path / "deep" / "norm_linear.json"
     results.save(path, HEAD, [record])
@@ -166,7 +183,8 @@ def test_every_header_field_is_required(tmp_path, field):
 @pytest.mark.parametrize(
     ("record", "field"),
     [(OPERATION, f) for f in results.OPERATION_FIELDS if f != "op"]
-    + [(MODEL, f) for f in results.MODEL_FIELDS],
+    + [(MODEL, f) for f in results.MODEL_FIELDS]
+    + [(PATCHING, f) for f in results.PATCHING_FIELDS if f != "patching"],
 )
 def test_every_record_field_is_required(record, field):
     broken = copy.deepcopy(record)
