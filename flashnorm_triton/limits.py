@@ -146,6 +146,25 @@ def unserved(plan: Plan, problem: Problem) -> str | None:
     return f"form {plan.form!r} has no epilogue {', '.join(missing)}" if missing else None
 
 
+def _unfit_gemv(plan: Plan, problem: Problem, lanes: int) -> str | None:
+    """What folding asks: neighbours in K that a thread has loaded at once, and by itself.
+
+    Else they would have to change threads first, and what Triton 3.6 makes of that is wrong on the
+    device where a step is smaller than the threads (``docs/measured.md``).
+    """
+    if plan.block_m == 1 and not problem.epilogue:
+        return None
+    vector = 16 // ELEMENT_BYTES[problem.dtype]
+    if plan.block_k < lanes * vector * plan.num_warps:
+        return (
+            f"a step of {plan.block_k} along K is less than 16 bytes for each lane of "
+            f"{plan.num_warps} warps"
+        )
+    if not problem.tma or problem.k % vector:
+        return "rows of x or weight are not whole pieces of 16 bytes"
+    return None
+
+
 def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
     """What the Gluon kernels' tiles, groups and epilogues do not combine."""
     if plan.form == "hopper_rows":
@@ -190,6 +209,10 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
         return "it needs Hopper and a Triton whose Gluon drives it"
     if obstacle := _unfit_hopper(plan, problem):
         return obstacle
+    if plan.form == "gemv":
+        obstacle = _unfit_gemv(plan, problem, 64 if device.backend == "hip" else 32)
+        if obstacle:
+            return obstacle
     if problem.gated and plan.form in ("gemv", "tiles") and plan.block_n < 2:
         return "a gated pair takes two features"
     if plan.form == "tiles":

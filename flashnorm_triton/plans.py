@@ -222,6 +222,8 @@ def _few_rows(problem: Problem, rows: int, device: Device) -> Plan | None:
         return _gemv(1, 2, 256, 1) if k <= 4096 else _gemv(1, 2, 1024, 4, 1 if k <= 16384 else 3)
     if device.backend == "hip":
         return None  # the blocks below are those of 32 lanes, and nothing was measured
+    if not problem.tma or k % 8:
+        return None  # what a thread folds it has loaded at once: 16 bytes
     if rows > (8 if narrow and k <= 1024 else 4 if k <= 1024 else 2):
         return None
     if rows == 8:

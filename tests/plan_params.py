@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from conftest import HAS_GPU
 
 from flashnorm_triton import plans, runtime
 from flashnorm_triton.plans import Plan, Problem
 
-SMALL = plans.interpretable_plans()
 GLUON = ("hopper_swap", "hopper_rows")
 DESCRIPTORS = (*GLUON, "scaled_gemm")
+# Compiled, a GEMV that folds takes K steps of 16 bytes for every lane (limits.unfit).
+SMALL = tuple(
+    replace(plan, block_k=256 * plan.num_warps) if HAS_GPU and plan.form == "gemv" else plan
+    for plan in plans.interpretable_plans()
+)
 
 
 def _swap(block_m: int, split_k: int, **more: int) -> tuple[Problem, Plan]:
@@ -35,6 +41,11 @@ def plan_name(plan: Plan) -> str:
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
     more = f"-f{plan.in_flight}k{plan.split_k}" if plan.form == "hopper_swap" else ""
     return f"{plan.form}{squares}-{blocks}-w{plan.num_warps}s{plan.num_stages}{more}"
+
+
+def takes_whole_pieces(plan: Plan) -> bool:
+    """Whether rows must be whole pieces of 16 bytes: descriptors, and compiled folding GEMVs."""
+    return plan.form in DESCRIPTORS or (HAS_GPU and plan.form == "gemv" and plan.block_m > 1)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -34,6 +34,7 @@ from plan_params import (
     skip_unless_it_runs_here,
     takes_dtype,
     takes_gain,
+    takes_whole_pieces,
 )
 from torch import Tensor
 
@@ -108,12 +109,12 @@ def test_contract_on_odd_sizes(plan, dtype, m, device):
     n, k = N, K
     if not HAS_GPU and plan.form == "gemv" and m > 33:
         n, k = 13, 67  # one interpreted program for each row and column block
-    descriptors = plan.form in DESCRIPTORS
-    if descriptors:
+    whole = takes_whole_pieces(plan)
+    if whole:
         k += -k % 8  # a row that counts as contiguous has stride K
     turn = ROWS.index(m)
-    layouts = ("padded", "expanded") if descriptors else LAYOUTS
-    weights = ("padded",) if descriptors else ("offset", "padded", "contiguous")
+    layouts = ("padded", "expanded") if whole else LAYOUTS
+    weights = ("padded",) if whole else ("offset", "padded", "contiguous")
     bias, gain = turn % 2 == 1, turn % 4 > 1 and takes_gain(plan, dtype)
     case = make_case(sample(plan, m), n, k, dtype, device, bias=bias, gain=gain)
     case = case._replace(weight=laid_out(case.weight, weights[turn % len(weights)]))
@@ -124,7 +125,8 @@ def test_contract_on_odd_sizes(plan, dtype, m, device):
 def test_gain_and_bias_together(plan, dtype, device):
     if not takes_gain(plan, dtype):
         pytest.skip("this form takes no gain in this dtype")
-    case = make_case(sample(plan, 5), N, K, dtype, device, bias=True, gain=True)
+    k = K + (-K % 8 if takes_whole_pieces(plan) else 0)
+    case = make_case(sample(plan, 5), N, k, dtype, device, bias=True, gain=True)
     check(plan, case, 5)
     if dtype != torch.float32:  # a gain may be fp32 beside a narrower x
         check(plan, case._replace(gain=case.gain.float() * (1 + 2.0**-12)), 5)
@@ -399,6 +401,8 @@ def test_contract_of_shipped_plans_on_odd_sizes(problem, plan):
     dtype = getattr(torch, problem.dtype)
     # hopper_rows writes rows of 16 bytes; persistent kernels get more tiles than multiprocessors.
     n, k = (1000 if plan.form == "hopper_rows" else 1009), 1999
+    if plan.form == "gemv" and takes_whole_pieces(plan):
+        k = 2000
     block = plan.block_m or 64
     for m in (1, block - 1 or 3, block + 1, 2 * block + 3, 20 * block + 5):
         if m == 1 and plan.form in DESCRIPTORS:

@@ -146,6 +146,10 @@ def test_shared_memory_and_registers_prune():
         ),
         (Plan("torch", "reference"), {}, H200, "plain torch"),
         (Plan("single_pass", "gemv", 1, 4, 256), {}, Device("cpu"), "needs a GPU"),
+        (Plan("single_pass", "gemv", 2, 4, 256, 2), {"m": 2}, H200, "each lane of 2 warps"),
+        (Plan("single_pass", "gemv", 1, 4, 256), {"activation": "relu"}, H200, "of 4 warps"),
+        (Plan("single_pass", "gemv", 2, 4, 256, 1), {"m": 2, "k": 1999}, H200, "pieces of 16"),
+        (Plan("single_pass", "gemv", 2, 4, 256, 1), {"m": 2, "tma": False}, H200, "pieces of 16"),
     ],
 )
 def test_a_plan_that_cannot_run_says_why(plan, problem, device, why):
