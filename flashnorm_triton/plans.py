@@ -282,21 +282,24 @@ def _finished(problem: Problem, rows: int, sm_count: int) -> Plan:
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
     """Plans where Gluon drives Hopper's copy engine: swapped tiles, then row tiles.
 
-    ``narrow`` layers have a 64-feature tile for at most half of the multiprocessors, ``wide`` ones
-    a 128-feature tile for most of them, ``crowded`` ones more of those than multiprocessors.
-    ``shallow`` layers end before a ring of tiles has filled.
+    ``narrow`` layers have a 64-feature tile for at most half of the multiprocessors, ``double``
+    ones more of them than multiprocessors, ``wide`` ones a 128-feature tile for most of them,
+    ``crowded`` ones more of those than multiprocessors. ``shallow`` layers end before a ring of
+    tiles has filled. A second round of tiles for few is a round for all, so ``double`` layers take
+    rings small enough for two tiles on a multiprocessor.
     """
     n = problem.n
     narrow = n <= 32 * sm_count
+    double = n > 64 * sm_count
     wide = n > 96 * sm_count
     crowded = n > 128 * sm_count
     shallow = problem.k <= 1024
     if rows <= 16:
-        if wide:
+        if double:
             return _swap(16, 64, 128, 3, max_registers=128)
         return _swap(16, 64, 128, 6, in_flight=1) if shallow else _swap(16, 64, 256, 3 + narrow)
     if rows == 32:
-        if wide:
+        if double:
             return _swap(32, 64, 128, 3, max_registers=128)
         if shallow:
             return _swap(16 if narrow else 32, 64, 128, 6, in_flight=1)
@@ -306,6 +309,8 @@ def _hopper(problem: Problem, rows: int, sm_count: int) -> Plan:
             return _swap(64, 128, 64, 4, max_registers=128, in_flight=1)
         if wide:
             return _swap(64, 128, 128, 3)
+        if double:
+            return UNFUSED
         return _swap(32 if narrow else 64, 64, 128, 6, in_flight=1)
     return _many_rows(problem, rows, sm_count)
 
@@ -328,13 +333,15 @@ def _many_rows(problem: Problem, rows: int, sm_count: int) -> Plan:
     blocks = rows // 128
     if rows == 1024 and not shallow:
         return UNFUSED
-    if _evenness(blocks * -(-n // 256), sm_count) >= 0.84:
+    if n <= 64 * sm_count and _evenness(blocks * -(-n // 256), sm_count) >= 0.84:
         return _rows("own", 256, 3)
     if rows == 1024:
         one_round = blocks * -(-n // 64) <= sm_count
         return _rows("own", 64, 6) if one_round else UNFUSED
     if _evenness(blocks * -(-n // 128), sm_count) >= 0.9:
-        return _rows("own", 128, 4) if shallow else _rows("given", 128, 5)
+        if not shallow:
+            return _rows("given", 128, 5)
+        return _rows("own", 128, 4) if n <= 32 * sm_count else UNFUSED
     return UNFUSED
 
 
