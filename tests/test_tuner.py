@@ -13,8 +13,7 @@ from fake_machine import GOOD, FakeCompiler, FakeMachine
 
 from flashnorm_triton import atomic, tables
 from flashnorm_triton.plans import UNFUSED, Plan, Problem, choose
-from flashnorm_triton.tuning import build, run, space, tuner
-from flashnorm_triton.tuning.measure import timing
+from flashnorm_triton.tuning import build, run, space
 from flashnorm_triton.tuning.tuner import Tuner
 from flashnorm_triton.tuning.validate import Verdict
 
@@ -92,16 +91,6 @@ def test_a_clock_that_slows_down_all_the_while_does_not_change_the_winner(path):
     assert tuned(path, machine).plan == FAST
     path.unlink()
     assert tuned(path, FakeMachine(costs(fast=9.95), drift=0.02)).plan == HEURISTIC
-
-
-def test_a_winner_in_the_median_alone_is_no_clear_winner():
-    """A bimodal clock: ahead by 4 % in the median, behind in every third round."""
-    lucky = timing([9.6, 9.6, 11.0] * 7)
-    steady = timing([10.0] * 21)
-    unfused = timing([12.0] * 21)
-    assert tuner.decide({FAST: lucky, HEURISTIC: steady, UNFUSED: unfused}, HEURISTIC) == HEURISTIC
-    ahead = timing([9.6, 9.6, 9.9] * 7)
-    assert tuner.decide({FAST: ahead, HEURISTIC: steady, UNFUSED: unfused}, HEURISTIC) == FAST
 
 
 def test_the_leaders_are_timed_again_against_the_built_in_plan_and_the_unfused_pair(path):

@@ -432,7 +432,9 @@ def decide(timings: dict[Plan, measure.Timing], heuristic: Plan) -> Plan:
     fastest = min(timings, key=lambda plan: timings[plan].us)
     faster = measure.ratio(timings[heuristic], timings[fastest])
     kept = fastest if faster.median >= MARGIN and faster.q20 > 1.0 else heuristic
+    # By either measure: where the clock moves between rounds the two can differ.
     slower = measure.ratio(timings[kept], timings[UNFUSED]).median
+    slower = max(slower, timings[kept].us / timings[UNFUSED].us)
     return UNFUSED if slower > _WORTH_KEEPING else kept
 
 
