@@ -194,7 +194,7 @@ class HeadNorms:
         given = [gain for gain in gains if gain is not None]
         tensors = [z, *given] if x is None else [z, x, *given]
         entries = list(self.entries(gains))
-        widest = max(entry.width for entry in entries if entry.normed)
+        widest = max((entry.width for entry in entries if entry.normed), default=1)
         fits = len(given) <= GAINS and widest <= WIDEST and z.numel() > 0
         if not fits or any(t.dtype not in _HALVES_AND_FLOAT for t in tensors):
             return None

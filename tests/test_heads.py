@@ -33,6 +33,7 @@ LAYOUTS = {
     "k is v": (Heads(0, 4, (Head(8, (0,)),)), Heads(32, 2, (Head(8, (1, 2)),))),
     "gates between": (Heads(0, 3, (Head(16, (0,)), Head(16))), Heads(96, 2, (Head(16, (3,)),))),
     "latent": (Heads(0, 1, (Head(70, (0,)),)), Heads(70, 1, (Head(33, (1,)), Head(9)))),
+    "none normed": (Heads(0, 2, (Head(24),)), Heads(48, 1, (Head(9),))),
     "one": (Heads(0, 1, (Head(100, (2,)),)),),
 }
 
@@ -107,14 +108,18 @@ def test_against_float64(layout: str, form: str, device: torch.device) -> None:
 def test_however_heads_are_spread_over_programs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row's heads in one program or in many, few at a time or all: the same bits."""
+    """In one program or in many: the same bits, which a tile of another shape may sum otherwise."""
     norms, (z, gains), x = _case("q, k, v", 3, torch.float32, device)
-    whole = _by_kernel(norms, z, gains, x)
-    for tile, programs, groups in ((16, 1, 10), (16, 264, 10), (32, 6, 5), (64, 264, 3)):
+    whole, by_tile = _by_kernel(norms, z, gains, x), {}
+    for tile, programs, groups in (
+        (16, 1, 10), (16, 9, 10), (16, 264, 10), (32, 6, 5), (32, 264, 5), (64, 3, 3), (64, 264, 3)
+    ):  # fmt: skip
         monkeypatch.setattr(launch_heads, "_TILE", tile)
         monkeypatch.setattr(launch_heads, "_PROGRAMS", programs)
         norms, *_ = _case("q, k, v", 3, torch.float32, device)
-        assert torch.equal(_by_kernel(norms, z, gains, x), whole)
+        ours = _by_kernel(norms, z, gains, x)
+        assert torch.equal(ours, by_tile.setdefault(tile, ours)), (tile, programs)
+        torch.testing.assert_close(ours, whole, rtol=1e-6, atol=0)
         assert next(iter(norms._kernels.values())).groups == groups
 
 

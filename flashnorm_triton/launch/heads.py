@@ -51,7 +51,7 @@ class HeadNorm:
     ) -> None:
         from flashnorm_triton.kernels.heads import heads_kernel
 
-        widest = max(entry.width for entry in entries if entry.normed)
+        widest = max((entry.width for entry in entries if entry.normed), default=1)
         block = 1 << max(widest - 1, 15).bit_length()
         entries = [piece for entry in entries for piece in _cut(entry, block)]
         table = [entry.packed() for entry in entries]
