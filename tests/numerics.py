@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -160,6 +160,35 @@ def assert_contract(
 def assert_right(y: Tensor, case: Case) -> None:
     """The contract with twice stock's error: for a few rows, where stock may just be lucky."""
     assert_contract(y, case, limit=2.0)
+
+
+def _nearness(outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, float]:
+    """The geometric mean of the rows' relative errors, and the sum of the draws'."""
+    off = [ours.double() - right for ours, right in zip(outputs, exact, strict=True)]
+    rows = [
+        (wrong.norm(dim=-1) / right.norm(dim=-1)).flatten()
+        for wrong, right in zip(off, exact, strict=True)
+    ]
+    whole = sum(float(wrong.norm() / right.norm()) for wrong, right in zip(off, exact, strict=True))
+    return float(torch.cat(rows).clamp_min(2.0**-30).log().mean().exp()), whole
+
+
+def assert_as_near(
+    ours: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Tensor], floor: float
+) -> None:
+    """A model's float32 outputs (..., features) are as near to float64 as the stock model's.
+
+    One sequence entry a draw of the inputs. ``floor`` is the rounding of one draw where stock's own
+    error happens to be below it. Layers amplify roundings, in a few rows a hundred times as much as
+    in others, and a norm over all rows is then the luck of those few: in float32 the typical row's
+    error must be within 1.25 times stock's, and the norm, which sees every row, within twice.
+    """
+    row, whole = _nearness(ours, exact)
+    stock_row, stock_whole = _nearness(stock, exact)
+    assert row <= LIMIT * stock_row + floor, f"a row is off by {row:.3g}, stock's {stock_row:.3g}"
+    assert whole <= 2.0 * stock_whole + floor * len(exact), (
+        f"{len(exact)} draws are off by {whole:.3g}, stock's {stock_whole:.3g}"
+    )
 
 
 def in_parts(op: Callable[[Tensor], Tensor], x: Tensor, m: int) -> Tensor:

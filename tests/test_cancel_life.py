@@ -28,8 +28,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 def _same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """On the CPU: the stock weights of folded linears wait in host memory."""
     return list(left) == list(right) and all(
-        left[k].dtype == right[k].dtype and torch.equal(left[k].cpu(), right[k].cpu())
-        for k in left
+        left[k].dtype == right[k].dtype and torch.equal(left[k].cpu(), right[k].cpu()) for k in left
     )
 
 
