@@ -105,13 +105,16 @@ class Family:
         return self.task == "CausalLM"
 
 
-def _decoders(packed: int, *names: str, experts: int = 0, **settings: Any) -> list[Family]:
-    return [Family(name, packed, {**_DECODER, **settings}, experts) for name in names]
+def _decoders(
+    packed: int, *names: str, experts: int = 0, alone: int = 1, **settings: Any
+) -> list[Family]:
+    """``alone``: an RMS norm before the head, whose output the model returns too."""
+    return [Family(name, packed, {**_DECODER, **settings}, experts, alone) for name in names]
 
 
-def _images(*names: str) -> list[Family]:
+def _images(*names: str, alone: int = 0) -> list[Family]:
     inputs = {"pixel_values": (2, 3, 16, 16)}
-    return [Family(name, 4, _IMAGE, task="", inputs=inputs) for name in names]
+    return [Family(name, 4, _IMAGE, alone=alone, task="", inputs=inputs) for name in names]
 
 
 FAMILIES: list[Family] = [
@@ -122,18 +125,20 @@ FAMILIES: list[Family] = [
     *_decoders(4, "gemma3n_text", **{**_GEMMA, "laurel_rank": 8, "intermediate_size": [112, 112],
                                      "activation_sparsity_pattern": [0.0, 0.0]}),
     *_decoders(4, "glm", "glm4", "arcee", "apertus", "cwm", "ernie4_5", "hunyuan_v1_dense"),
-    *_decoders(4, "nanochat", "diffllama", "doge"),
+    *_decoders(4, "diffllama", "doge"),
+    *_decoders(4, "nanochat", alone=0),  # its last norm is its first one too
     *_decoders(4, "granite", attention_multiplier=0.3, residual_multiplier=0.7,
                embedding_multiplier=2.0),
     *_decoders(4, "phi3", original_max_position_embeddings=128),
-    *_decoders(2, "phi", "cohere", "cohere2"),
+    *_decoders(2, "phi", "cohere", "cohere2", alone=0),
     *_decoders(8, "bitnet"),
     *_decoders(4, "lfm2", layer_types=["conv", "full_attention"]),
     *_decoders(4, "qwen3_5_text", **_DELTA),
     *_decoders(2, "qwen3_next", "qwen3_5_moe_text", experts=2, **{**_MOE, **_DELTA}),
-    *_decoders(4, "olmo", "starcoder2", "stablelm", "nemotron", "persimmon", "gpt_neox", "jais2"),
-    *_decoders(4, "opt", ffn_dim=64, word_embed_proj_dim=64),
-    *_decoders(4, "biogpt"),
+    *_decoders(4, "olmo", "starcoder2", "stablelm", "nemotron", "persimmon", "gpt_neox", "jais2",
+               alone=0),
+    *_decoders(4, "opt", alone=0, ffn_dim=64, word_embed_proj_dim=64),
+    *_decoders(4, "biogpt", alone=0),
     *_decoders(6, "minicpm3", "youtu", **_MLA),
     *_decoders(4, "falcon_h1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16),
     *_decoders(4, "bamba", attn_layer_indices=[1], **_MAMBA),
@@ -144,7 +149,9 @@ FAMILIES: list[Family] = [
     *_decoders(2, "mamba", "falcon_mamba", state_size=8),
     *_decoders(2, "mamba2", num_heads=8, head_dim=16, state_size=16, n_groups=2),
     *_decoders(2, "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", experts=2, **_MOE),
-    *_decoders(2, "phimoe", "llama4_text", intermediate_size_mlp=96, **_MOE),
+    *_decoders(2, "phimoe", alone=0, **_MOE),
+    *_decoders(2, "llama4_text", intermediate_size_mlp=96, **_MOE),
+    *_decoders(0, "olmo2", "olmo3", "exaone4", "flex_olmo", **_MOE),
     *_decoders(2, "granitemoe", "granitemoeshared", experts=2, shared_intermediate_size=48, **_MOE),
     *_decoders(0, "jetmoe", experts=4, kv_channels=16, **_MOE),
     *_decoders(3, "glm4_moe", "dots1", experts=1, **_MOE),
@@ -175,13 +182,17 @@ FAMILIES: list[Family] = [
       ("eurobert", "esm", "roberta-prelayernorm", "megatron-bert")],
     Family("clip_text_model", 4, {**_ENCODER, "eos_token_id": 2}, task=""),
     Family("modernbert", 3, {**_ENCODER, "cls_token_id": 1, "sep_token_id": 2}, task=""),
-    *_images("vit", "deit", "dinov2", "beit", "clip_vision_model", "ijepa", "aimv2_vision_model"),
+    *_images("vit", "deit", "dinov2", "beit", "clip_vision_model", "ijepa"),
+    *_images("aimv2_vision_model", alone=1),
     Family("siglip_vision_model", 5, _IMAGE, task="", inputs={"pixel_values": (2, 3, 16, 16)}),
 ]  # fmt: skip
 
 # Families in which no norm is followed by a linear alone: post-norms, and norms of whole q and k.
 WITHOUT_SITES: list[Family] = [
-    *_decoders(0, "olmo2", "olmo3", "exaone4", "flex_olmo", **_MOE),
+    *[
+        Family(name, 0, {**_DECODER, **_MOE}, task="")
+        for name in ("olmo2", "olmo3", "exaone4", "flex_olmo")
+    ],
     Family("bert", 0, _ENCODER, task=""),
     Family("bart", 0, _BART, task="Seq2SeqLM"),
 ]

@@ -55,10 +55,13 @@ def test_sites_and_reasons(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FUSED_FAMILIES)
-def test_final_norm_is_kept_as_the_model_returns_it(family: str) -> None:
+def test_final_norm_runs_alone_as_the_model_returns_it(family: str) -> None:
     final = _by_norm(audit(tiny_model(family)))["model.norm"]
-    assert final.decision == "keep" and final.consumers == ("lm_head",)
+    assert (final.decision, final.form) == ("norm_only", "")
+    assert final.consumers == ("lm_head",) and final.launches_saved >= 5
+    assert final.returned_as == ("last_hidden_state", "hidden_states")
     assert "returned as last_hidden_state by model" in final.reason
+    assert "head=True" in final.reason
 
 
 def test_conventions_and_eps_are_read_from_class_and_instance() -> None:
@@ -170,7 +173,8 @@ def test_large_meta_model_in_seconds() -> None:
     start = time.process_time()
     report = audit(model)
     assert time.process_time() - start < 10
-    assert len(report.fused) == 160 and len(report.kept) == 1
+    assert len(report.fused) == 160 and not report.kept
+    assert report.sites[-1].decision == "norm_only"
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -191,8 +195,8 @@ def test_json_summary_and_table() -> None:
     }  # fmt: skip
     assert data["sites"][0]["consumers"] == [f"model.layers.0.self_attn.{name}" for name in QKV]
     # float32: pow, mean, add, rsqrt, mul, mul are six kernels; then one launch for three or two.
-    assert report.launches_saved == 2 * (6 + 3 - 1) + 2 * (6 + 2 - 1)
-    assert "5 norms, 4 fused, 1 kept; 30 kernel launches" in report.summary()
+    assert report.launches_saved == 2 * (6 + 3 - 1) + 2 * (6 + 2 - 1) + (6 - 1)
+    assert "5 norms, 4 fused, 1 as one launch each, 0 kept; 35 kernel" in report.summary()
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(report.table())
     text = console.export_text()

@@ -28,7 +28,7 @@ _MLA = {"q_a_layernorm": {"packed q_b_proj"}, _PRE: {"packed q_a_proj kv_a_proj_
 _UP = {_PRE: {_QKV}, _POST: {"packed up_proj"}}
 
 # Model type -> name of the norm (digits starred) -> the ways in which its sites are fused. Norms
-# that are not named are kept: the final norm, norms that feed an addition, norms of heads.
+# that are not named are not fused: the final norm, norms that feed an addition, norms of heads.
 FAMILIES: dict[str, dict[str, set[str]]] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
@@ -175,7 +175,9 @@ def test_head_as_a_site(family: str, tied: bool) -> None:
     assert final.consumers == ("lm_head",)
     assert (final.decision, final.form, final.foldable) == ("fuse", "passthrough", not tied)
     assert ("gain is applied in the kernel" in final.reason) == tied
-    assert audit(_model(family)).sites[-1].decision == "keep"
+    final = audit(_model(family)).sites[-1]
+    assert final.decision == ("keep" if final.kind == "layer" else "norm_only")
+    assert "head=True" in final.reason and final.form == ""
 
 
 @pytest.mark.parametrize("family, norm", [("t5", "encoder.final_layer_norm"), ("pegasus", "")])
@@ -192,7 +194,8 @@ def test_cross_attention_reads_the_encoders_final_norm(family: str, norm: str) -
     site = next(site for site in audit(model, head=True).sites if site.norm == norm)
     assert (site.decision, site.form) == ("fuse", "passthrough"), site.reason
     assert len(site.consumers) == 4 and all("decoder" in name for name in site.consumers)
-    assert next(s for s in audit(model).sites if s.norm == norm).decision == "keep"
+    alone = next(s for s in audit(model).sites if s.norm == norm)
+    assert alone.decision == ("norm_only" if alone.kind == "rms" else "keep")
 
 
 def test_tied_head_that_returns_nothing_else() -> None:

@@ -298,8 +298,8 @@ def test_nothing_to_patch() -> None:
         handle = fn.patch(plain, example_inputs=(torch.randn(2, 4),))
     handle.revert()
     assert handle.changed is False and type(plain[0]) is nn.Linear
-    model = tiny_model("olmo2")
-    with pytest.warns(UserWarning, match="nothing to patch in Olmo2ForCausalLM: .*last dimension"):
+    model = tiny_model("olmo2").model
+    with pytest.warns(UserWarning, match="nothing to patch in Olmo2Model: .*last dimension"):
         fn.patch(model)
 
 

@@ -62,7 +62,7 @@ def wrong_scale(model: torch.nn.Module) -> None:
 
 def wrong_eps(model: torch.nn.Module) -> None:
     for layer in model.model.layers:
-        layer.input_layernorm.eps = 0.1
+        layer.input_layernorm.site.source.eps = 0.1
 
 
 def forgotten_fold(model: torch.nn.Module) -> None:

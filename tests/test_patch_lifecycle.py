@@ -273,7 +273,7 @@ def test_patching_twice_does_nothing_and_says_so() -> None:
     model = tiny_model("llama")
     first = fn.patch(model)
     identity = _identity(model)
-    with pytest.warns(UserWarning, match=r"already patched \(4 sites, fold=True\)"):
+    with pytest.warns(UserWarning, match=r"already patched \(5 sites, fold=True\)"):
         second = fn.patch(model, fold=False)
     assert _identity(model) == identity and second.report == first.report
     assert first.changed and not second.changed

@@ -32,7 +32,7 @@ def test_column_parallel_shards_stay_right(found: dict[str, Any]) -> None:
     """transformers' tp_plan="auto", then patch: the norms run alone, forward and backward."""
     run = found["patched after"]
     assert run["rows"] == 32, "half of q_proj's 64 rows"
-    assert run["decisions"] == ["norm_only"] * 4 + ["keep"] and run["alone"] == 4
+    assert run["decisions"] == ["norm_only"] * 5 and run["alone"] == 5
     assert "model.layers.0.self_attn.q_proj" in run["reason"]
     torch.testing.assert_close(run["ours"], found["whole"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(run["ours"], run["stock"], rtol=1e-4, atol=1e-4)

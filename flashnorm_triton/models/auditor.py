@@ -184,8 +184,9 @@ def _verdict(name: str, traits: NormTraits, surroundings: Surroundings, head: bo
     as_documented = bool(known) and known <= _HIDDEN_STATES
     if flow.returned and not (head and as_documented):
         told = "; ".join(list(flow.returned)[:_REASONS])
-        option = " (head=True fuses it nevertheless)" if as_documented else ""
-        return Verdict("keep", told + option)
+        if not as_documented:
+            return Verdict("keep", told)
+        return _alone(traits, f"{told} (head=True fuses it nevertheless)")
     obstacle = surroundings.of_consumers(name, traits, may_share=head)
     obstacle = obstacle or _never(name, flow)
     if obstacle is not None:
