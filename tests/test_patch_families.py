@@ -13,7 +13,7 @@ from numerics import assert_as_near
 from torch import Tensor, nn
 
 import flashnorm_triton as fn
-from flashnorm_triton.models import source, weights
+from flashnorm_triton.models import patcher, source, weights
 
 BY_NAME = {family.name: family for family in FAMILIES}
 # Rounding of a few hundred fp32 values: where stock's own error happens to be below it.
@@ -88,19 +88,29 @@ def _draws(model: nn.Module, family: Family) -> list[Tensor]:
 
 
 @_ids(FAMILIES)
-def test_family(family: Family, device: torch.device) -> None:
+def test_family(family: Family, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    audits: list[fn.models.AuditReport] = []
+
+    def audit(*args: Any, **kwargs: Any) -> fn.models.AuditReport:
+        audits.append(fn.audit(*args, **kwargs))
+        return audits[-1]
+
+    monkeypatch.setattr(patcher, "audit", audit)
     model = _model(family, device)
     inputs = _inputs(family, model)
     modules, state = dict(model.named_modules()), _state(model)
     stock, exact = _draws(model, family), _draws(copy.deepcopy(model).double(), family)
     tokens = _tokens(model, inputs) if family.task else None
     handle = _patch(model, family)
-    found = Counter(site.form or site.decision for site in handle.report.sites)
+    found = Counter(
+        site.form if site.decision == "fuse" else site.decision for site in handle.report.sites
+    )
     assert (found["packed"], found["experts"], found["norm_only"]) == (
         family.packed,
         family.experts,
         family.alone,
     ), handle.report.to_json()
+    assert handle.report == audits[0], "what the audit promises is what patch does"
     ours = _draws(model, family)
     assert not family.packed or not torch.equal(ours[0], stock[0])
     assert_as_near(ours, stock, exact, FLOOR)
@@ -123,7 +133,7 @@ def test_family_without_sites_says_so(family: Family, device: torch.device) -> N
     with pytest.warns(UserWarning, match="nothing to patch in .*its output"):
         handle = _patch(model, family)
     assert not handle.changed and len(handle.report.kept) == len(handle.report.sites) > 0
-    assert all(site.reason for site in handle.report.kept)
+    assert all(site.reason for site in handle.report.kept) and fn.audit(model) == handle.report
 
 
 HALF = ("llama", "gemma", "gpt2", "opt", "cohere", "nemotron", "bloom", "falcon_h1", "t5", "vit")

@@ -161,7 +161,7 @@ def gain_of(source: Source, fold: Fold) -> Tensor:
 def _fold(
     site: SiteReport, model: nn.Module, names: StoredNames, source: Source
 ) -> tuple[Fold, set[str]]:
-    if site.decision not in _FOLDING:
+    if site.decision not in _FOLDING and not site.form:
         raise NotFollowed(site.reason)
     if not site.foldable:
         raise NotFollowed("a weight that reads it is shared (a tied head)")

@@ -17,6 +17,7 @@ from flashnorm_triton.models.report import AuditReport, SiteReport
 from flashnorm_triton.models.rows import NEVER_FUSED
 from flashnorm_triton.models.sightings import PACKED, PASSTHROUGH, Flow
 from flashnorm_triton.models.trace import Rehearsal, Trace, Tracer
+from flashnorm_triton.models.worth import nothing_gained
 
 _REASONS = 2  # what is told of the obstacles to one norm
 _EXPERTS = "experts"
@@ -158,7 +159,18 @@ def _report(
                 returned_as=tuple(dict.fromkeys(key for key in flow.returned.values() if key)),
             )
         )
+        why = nothing_gained(sites[-1])
+        if why is not None:
+            sites[-1] = _ungained(sites[-1], f"{verdict.reason}; {why}", flow.operations)
     return AuditReport(type(model).__name__, tuple(sites))
+
+
+def _ungained(site: SiteReport, reason: str, operations: int) -> SiteReport:
+    """A site that patching would not improve: an RMS norm alone still becomes one launch."""
+    if site.kind == "rms":
+        saved = max(operations - 1, 0)
+        return replace(site, decision="norm_only", form="", reason=reason, launches_saved=saved)
+    return replace(site, decision="keep", reason=reason, launches_saved=0)
 
 
 def _launches_saved(traits: NormTraits, flow: Flow, verdict: Verdict) -> int:
@@ -316,7 +328,7 @@ def _why_fused(verdict: Verdict, flow: Flow) -> str:
     if verdict.form == PASSTHROUGH:
         told += f"; each normalises for itself, as {verdict.reason}"
     if verdict.form == _EXPERTS:
-        told += "; the router and the experts normalise for themselves"
+        told += "; normalised once, in one launch, for all of them"
     if not verdict.foldable:
         told += "; a weight is shared (a tied head): the gain is applied in the kernel, not folded"
     return told

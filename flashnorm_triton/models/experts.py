@@ -23,35 +23,8 @@ to exact arithmetic, and differ from stock by no more than stock's own rounding.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from torch import nn
-
-from flashnorm_triton.models.installers import Declined, Options
 from flashnorm_triton.models.norm_only import NormOnlySite
-from flashnorm_triton.models.report import SiteReport
 
 
 class ExpertsSite(NormOnlySite):
-    """The norm before a mixture of experts as one launch; see the module's docstring.
-
-    A LayerNorm is declined: in torch it is one launch already.
-    """
-
-    def __init__(self, model: nn.Module, report: SiteReport, options: Options) -> None:
-        if report.kind != "rms":
-            raise Declined(
-                f"{report.reason}; a LayerNorm before experts is one launch in torch too"
-            )
-        super().__init__(model, report, options)
-        self.report = replace(
-            report, reason=f"{_read_by(report)}: normalised once, in one launch, for all of them"
-        )
-
-
-def _read_by(report: SiteReport) -> str:
-    kinds = dict.fromkeys(report.consumer_kinds)
-    counts = [(kind, report.consumer_kinds.count(kind)) for kind in kinds]
-    plural = {"linear": "linears", "router": "routers", "conv1d": "Conv1Ds"}
-    names = (f"{n} {plural.get(kind, kind) if n > 1 else kind}" for kind, n in counts)
-    return f"read by {', '.join(names)}"
+    """The norm before a mixture of experts as one launch; see the module's docstring."""

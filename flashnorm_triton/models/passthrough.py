@@ -82,11 +82,6 @@ class PassthroughSite(Installer):
                 self.parts.clear()
                 return
             self.parts.append(part)
-        if self.source.kind == "dyt" and len(self.linears) > 1:
-            raise Declined(
-                f"{self.report.reason}; each of its {len(self.linears)} linears would compute the "
-                "tanh anew, which saves no launch"
-            )
 
     def _check_gains(self, frozen: bool) -> None:
         """Whether anything is won by gains in the kernel."""

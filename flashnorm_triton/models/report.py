@@ -32,7 +32,8 @@ class SiteReport:
     launch), "keep", or what a later pass makes of it: "cancel", "partial". ``form`` says how a site
     is fused: "packed" (the norm's module emits the packed output of all consumers), "passthrough"
     (it returns its input, each consumer normalises for itself) or "experts" (as passthrough, for
-    a router and experts); "" where nothing is fused. ``foldable`` is False where the gain must be
+    a router and experts); "" where nothing can be fused. A "keep" with a form could be fused (and
+    is, in a checkpoint), but would save no launch. ``foldable`` is False where the gain must be
     applied in the kernel, as a weight is shared with another module. ``returned_as`` are the names
     under which the norm's output also leaves a module of the model (``last_hidden_state``, ...).
     ``launches_saved`` counts kernel launches in one eager decode step.
