@@ -251,11 +251,7 @@ class Follower(TorchFunctionMode):
 
 
 def share_memory(one: Tensor, other: Tensor | None) -> bool:
-    """Whether two tensors lie in the same memory.
-
-    Asked of torch itself: a Python object for the storage of a fake tensor, made and dropped by the
-    thousand, has crashed garbage collection.
-    """
+    """Whether two tensors lie in the same memory."""
     return other is not None and torch._C._is_alias_of(one, other)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flashnorm_triton.models.examples import BATCH, accepted_arguments
 
@@ -33,6 +33,19 @@ _HOOK_OPTIONS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
+
+
+class SharedFakes(FakeTensorMode):
+    """A fake tensor mode that a deep copy of one of its tensors shares.
+
+    ``copy.deepcopy`` of a fake tensor copies the mode too, and of the mode's weak references to the
+    storages of constants the bare address: each is given up once too often and memory that has been
+    freed is written to, which crashes the process later, anywhere. A model's code may well copy
+    tensors (a cache's layers, say). A copy with another mode could not be computed with, either.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedFakes:
+        return self
 
 
 class _Nothing:
@@ -61,6 +74,9 @@ def make_shadow(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
         for tensor in [*module._buffers.values(), *loose]:
             if tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = stand_in(tensor)
+        for tensor in [*module._parameters.values(), *module._buffers.values(), *loose]:
+            if isinstance(tensor, FakeTensor):  # a mode must not be copied: see SharedFakes
+                memo[id(tensor.fake_mode)] = tensor.fake_mode
         for name in (*HOOK_TABLES, *_HOOK_OPTIONS):
             table = getattr(module, name, None)
             if table is not None:

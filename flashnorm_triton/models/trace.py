@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 
 from flashnorm_triton.models.examples import guesses
 from flashnorm_triton.models.flow import Follower, leaves
 from flashnorm_triton.models.linears import linear_kind, linear_sizes
 from flashnorm_triton.models.rows import UNSEEN
-from flashnorm_triton.models.shadow import faked, make_shadow, options_of, run_once
+from flashnorm_triton.models.shadow import SharedFakes, faked, make_shadow, options_of, run_once
 from flashnorm_triton.models.sightings import PACKED, Flow, Tag
 
 # A module that asks for values there are none of (an expert loop over the tokens' choices).
@@ -89,7 +88,7 @@ class Tracer:
         self._log: list[tuple[str, Any]] = []
         self._expected: list[tuple[str, Any]] | None = None
         self.failed_at: str | None = None
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes = SharedFakes(allow_non_fake_inputs=True)
         self._shadow = make_shadow(model, self._fakes)
         self._classes: dict[str, str] = {}
         owners: dict[int, tuple[str, Tensor]] = {}
