@@ -48,6 +48,7 @@ def guesses(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         wanted.append([main, *required, *texts[1:]])
     wanted += [[*texts, *required, name] for name in _MAKERS if name in takes]
     wanted.append([*texts, *(name for name in _MAKERS if name in takes)])
+    floats = [p.dtype for p in model.parameters() if p.is_floating_point()]
     offered = False
     for names in {tuple(dict.fromkeys(names)): None for names in wanted if names}:
         if not all(name in _TOKENS or name in _MAKERS for name in names):
@@ -60,7 +61,10 @@ def guesses(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                     inputs[name] = torch.zeros(BATCH, LENGTH, dtype=torch.long)
                 else:
                     made = _MAKERS[name](config)
-                    inputs[name] = made[min(index, len(made) - 1)]
+                    tensor = made[min(index, len(made) - 1)]
+                    if tensor.is_floating_point() and floats:
+                        tensor = tensor.to(floats[0])
+                    inputs[name] = tensor
             offered = True
             yield inputs
     if not offered:

@@ -197,7 +197,8 @@ class Follower(TorchFunctionMode):
             return shape if len(args) + len(kwargs) == 1 else shape[_only(args[1:], kwargs)]
         if func in known.LIKE:
             return self._model(func, args, kwargs, tag)
-        if func in known.SCALINGS and known.is_scaling(args, kwargs):
+        scales = func in known.SCALINGS and known.is_scaling(args, kwargs)
+        if scales and not known.writes_in_place(func):
             result = func(*plain_args, **plain_kwargs)
             tag.flow.obstruct(
                 f"its output is scaled by {known.name_of(func)} in {self.where()}", PASSTHROUGH
@@ -217,13 +218,17 @@ class Follower(TorchFunctionMode):
             )
             return result
         if not _keeps_last_dim(func, args, kwargs, result):
+            # In row-major order a last dimension of the same size is the same columns.
+            forms = (PACKED,) if func in known.RESHAPES else ()
             tag.flow.obstruct(
                 f"{known.name_of(func)} in {self.where()} depends on its output's last dimension",
-                PACKED,
+                *forms,
             )
         elif result.dtype != tensor.dtype:
+            # What is not normalised yet may be too large for float16.
+            forms = () if result.dtype == torch.float16 else (PACKED,)
             tag.flow.obstruct(
-                f"its output is cast to {_short(result.dtype)} in {self.where()}", PACKED
+                f"its output is cast to {_short(result.dtype)} in {self.where()}", *forms
             )
         self.tag(result, tag)
         return result

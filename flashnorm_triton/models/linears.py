@@ -16,6 +16,8 @@ from torch.nn import functional as F
 LINEAR, CONV1D, FOREIGN = "linear", "conv1d", "foreign"
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
 _TOLERANCE = 1e-4
+# What every module keeps for itself: its tables of parameters, children and hooks.
+MODULE_STATE = frozenset(vars(nn.Module()))
 
 
 def linear_kind(module: nn.Module) -> str | None:

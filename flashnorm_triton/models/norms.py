@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashnorm_triton.models.linears import stand_in_for
+from flashnorm_triton.models.linears import MODULE_STATE, stand_in_for
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 # For a class that keeps its epsilon in its code: tried one by one.
@@ -76,10 +76,17 @@ class NormReader:
             if isinstance(value, (int, float, str, bool, tuple, type(None)))
         }
         plain.pop("training", None)
+        # What else a norm holds, a config for one, may say other things to it than to the next.
+        held = tuple(
+            (name, id(value))
+            for name, value in vars(module).items()
+            if name not in plain and name not in MODULE_STATE
+        )
         shapes = tuple(
             (n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()
         )
-        key = (type(module), shapes, repr(sorted(plain.items(), key=lambda item: item[0])))
+        told = repr(sorted(plain.items(), key=lambda item: item[0]))
+        key = (type(module), shapes, told, held)
         if key not in self._seen:
             self._seen[key] = _probe(module)
         return self._seen[key]

@@ -112,6 +112,8 @@ class Surroundings:
                     continue
                 if "forward" in vars(module):
                     return f"the forward of {above or 'the model'} was replaced on the instance"
+                if isinstance(module, nn.TransformerEncoderLayer):
+                    return f"{above or 'the model'} has a fast path that reads the weights itself"
         return None
 
     def _tensor_obstacle(self, paths: tuple[str, ...]) -> str | None:

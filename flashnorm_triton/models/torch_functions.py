@@ -58,6 +58,12 @@ VIEWS = _named(
     *("unflatten", "expand", "expand_as", "view_as", "reshape_as", "__getitem__", "narrow"),
     *("select", "index_select", "alias", "repeat", "repeat_interleave", "cpu", "cuda"),
 )
+# Of these, what only reads the elements in their order into another shape.
+RESHAPES = _named(
+    (Tensor, torch),
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as"),
+    *("view_as", "reshape_as", "broadcast_to"),
+)
 # Through these a module's weight stays its weight, transposed or one expert's part of it.
 WEIGHT_VIEWS = (
     VIEWS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from flashnorm_triton.models.rows import UNSEEN
 from flashnorm_triton.models.shadow import SharedFakes, faked, make_shadow, options_of, run_once
 from flashnorm_triton.models.sightings import PACKED, Flow, Tag
 
+_logging_lock = threading.Lock()
+_found_disabled: list[bool] = []  # one entry for each run that goes on
 # A module that asks for values there are none of (an expert loop over the tokens' choices).
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -349,13 +352,21 @@ class Tracer:
 
 @contextmanager
 def _without_logging() -> Iterator[None]:
-    """Fake tensors log each failure with its traceback; here a failure is an answer."""
+    """Fake tensors log each failure with its traceback; here a failure is an answer.
+
+    The logger is the process's: of several threads that trace, the last puts it back.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
+    with _logging_lock:
+        _found_disabled.append(_found_disabled[0] if _found_disabled else logger.disabled)
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = disabled
+        with _logging_lock:
+            before = _found_disabled.pop()
+            if not _found_disabled:
+                logger.disabled = before
 
 
 def _first(args: Any, kwargs: Any) -> Tensor | None:
