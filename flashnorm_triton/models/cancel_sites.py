@@ -18,6 +18,7 @@ from flashnorm_triton.models.cancel import CancelReport
 from flashnorm_triton.models.fused import FusedNormLinear, PackedSlice
 from flashnorm_triton.models.installers import Options
 from flashnorm_triton.models.packed import PackedSite
+from flashnorm_triton.models.placement import own_attributes
 
 # Up to here the fused single pass runs as fast as the bare product (docs/measured.md) and applies s
 # for nothing; above, the library's product on raw x, with x's statistics taken by the head norms,
@@ -107,6 +108,8 @@ class CancelledNorm(FusedNormLinear):
             return False
         if torch.is_autocast_enabled(x.device.type):
             return False
+        if not torch.compiler.is_compiling() and self.site.scattered:
+            return False  # which the fused module then says
         if self.how == "fast":
             return True
         # A compiled graph leaves the choice to the fused operation, which makes it at run time.
@@ -147,6 +150,7 @@ class DoneNorm(nn.Module):
 
     def __init__(self, site: CancelInstaller, index: int) -> None:
         super().__init__()
+        vars(self).update(own_attributes(site.later[index]))
         self.site = site
         self.index = index
         self.eps = site.norms.eps[index]

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flashnorm_triton.models.adapters import AskedBy
 from flashnorm_triton.models.packed import PackedSite
+from flashnorm_triton.models.placement import own_attributes
 from flashnorm_triton.models.source import NormSource
 from flashnorm_triton.models.weights import PackedWeights, is_transposed, sizes
 from flashnorm_triton.ops import norm_linear
@@ -62,6 +63,15 @@ def refuse_to_learn(site: PackedWeights) -> None:
         )
 
 
+def refuse_others(site: PackedWeights) -> None:
+    """Raise RuntimeError: the parameters by name are not the folded weights any more."""
+    raise RuntimeError(
+        f"{site.source.name}: a weight after it has been given other memory "
+        "(functional_call, sharding, .data = ...), which its folded gain is not in. Call "
+        "handle.revert() first and patch(model, fold=False), which computes with such weights"
+    )
+
+
 class FusedNormLinear(nn.Module):
     """In the norm's place: (..., K) -> (..., N), the packed outputs of every linear of the site.
 
@@ -74,6 +84,7 @@ class FusedNormLinear(nn.Module):
 
     def __init__(self, site: PackedSite) -> None:
         super().__init__()
+        vars(self).update(own_attributes(site.norm))
         self.site = site
         self.eps = site.source.eps
         self.convention = site.source.convention
@@ -91,13 +102,18 @@ class FusedNormLinear(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         buffers, site = self._buffers, self.site
         weight = buffers["packed_weight"]
+        # A compiled graph has its own guards, and its parameters are joined in the graph.
+        scattered = not torch.compiler.is_compiling() and site.scattered
         if site.folded:
             if self.training:
                 refuse_to_learn(site)
+            if scattered:
+                refuse_others(site)
             return apply_folded(hidden_states, site.source, weight, buffers)
         bias = buffers["packed_bias"]
-        if torch.is_grad_enabled():
-            weight, bias = self._joined(weight, "weight"), self._joined(bias, "bias")
+        if scattered or torch.is_grad_enabled():
+            weight = self._joined(weight, "weight", scattered)
+            bias = self._joined(bias, "bias", scattered)
         return apply_unfolded(hidden_states, site.source, weight, bias)
 
     @property
@@ -105,10 +121,14 @@ class FusedNormLinear(nn.Module):
         """The stock norm, which waits outside the model."""
         return self.site.norm
 
-    def _joined(self, packed: Tensor | None, key: str) -> Tensor | None:
-        """The packed tensor as a differentiable function of the linears' own parameters."""
+    def _joined(self, packed: Tensor | None, key: str, scattered: bool) -> Tensor | None:
+        """The packed tensor as a differentiable function of the linears' own parameters.
+
+        ``scattered``: those lie elsewhere, and are what counts.
+        """
         parts = [view.get(key) for view in self.site.views]
-        if packed is None or not any(p is not None and p.requires_grad for p in parts):
+        learn = any(p is not None and p.requires_grad for p in parts)
+        if packed is None or not (learn or scattered):
             return packed
         rows = [stop - start for start, stop in self.site.columns]
         parts = [
@@ -117,7 +137,7 @@ class FusedNormLinear(nn.Module):
         ]
         if key == "weight" and is_transposed(self.site.linears[0]):
             parts = [part.T for part in parts]
-        if torch.compiler.is_compiling():
+        if scattered or torch.compiler.is_compiling():
             return torch.cat(parts)
         return _Joined.apply(packed, rows, *parts)
 
@@ -153,9 +173,7 @@ class Replacing:
 
     def _stand_in(self, weights: PackedWeights, index: int) -> None:
         stock = weights.linears[index]
-        for key in ("in_features", "out_features", "nx", "nf"):
-            if hasattr(stock, key):
-                setattr(self, key, getattr(stock, key))
+        vars(self).update(own_attributes(stock))
         self.training = stock.training
         self.weights = weights
         self.index = index

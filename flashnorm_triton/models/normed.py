@@ -13,10 +13,12 @@ from flashnorm_triton.models.fused import (
     Replacing,
     apply_folded,
     apply_unfolded,
+    refuse_others,
     refuse_to_learn,
     widened,
 )
 from flashnorm_triton.models.passthrough import PassthroughSite
+from flashnorm_triton.models.placement import own_attributes
 from flashnorm_triton.models.weights import is_transposed
 from flashnorm_triton.ops import norm_linear
 
@@ -26,6 +28,7 @@ class PassedThrough(nn.Module):
 
     def __init__(self, site: PassthroughSite) -> None:
         super().__init__()
+        vars(self).update(own_attributes(site.norm))
         self.site = site
         self.training = site.norm.training
         self._parameters = site.source.parameters
@@ -63,6 +66,8 @@ class Normalising(Replacing):
     def forward(self, hidden_states: Tensor) -> Tensor:
         buffers, weights = self._buffers, self.weights
         weight = buffers["packed_weight"]
+        if not torch.compiler.is_compiling() and weights.scattered:
+            refuse_others(weights)
         if weights.folded:
             if self.training:
                 refuse_to_learn(weights)
@@ -88,10 +93,10 @@ class GainedLinear(nn.Linear):
 
     def __init__(self, site: PassthroughSite, index: int) -> None:
         nn.Module.__init__(self)
+        stock = site.linears[index]
+        vars(self).update(own_attributes(stock))
         self.site = site
         self.index = index
-        stock = site.linears[index]
-        self.in_features, self.out_features = stock.in_features, stock.out_features
         self.training = stock.training
         self._parameters = stock._parameters
         self._buffers = site.derived[index]
@@ -133,6 +138,8 @@ class GainedLinear(nn.Linear):
                 f"({self.site.report.norm}) a {type(param).__name__}: call handle.revert() first"
             )
         super().register_parameter(name, param)
+        if param is not None:
+            self._derive()
 
     def _derive(self) -> None:
         with torch.no_grad():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.algebra import move_bias, row_sums
@@ -24,14 +25,21 @@ from flashnorm_triton.ops import rms_norm
 class NormedOutputs:
     """A forward hook of the whole model: the last of its ``hidden_states`` is the normed one.
 
-    Costs nothing unless ``output_hidden_states`` was asked for. The outputs must be a mapping with
-    names, as they are unless ``return_dict=False``.
+    Next to nothing unless ``output_hidden_states`` was asked for. The outputs must be a mapping
+    with names, as they are unless ``return_dict=False``.
+
+    Raises RuntimeError where something else has been put in the place of a linear that normalises
+    (``resize_token_embeddings`` makes a new head): nothing would apply the norm then.
     """
 
     def __init__(self, site: PassthroughSite) -> None:
         self.site = site
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._check(model)
+        if "hidden_states" not in self.site.report.returned_as:
+            return output
         states = getattr(output, "hidden_states", None)
         if not isinstance(states, tuple) or not states:
             return output
@@ -42,6 +50,15 @@ class NormedOutputs:
             normed = source.normalise(x)
         output.hidden_states = (*states[:-1], normed)
         return output
+
+    def _check(self, model: nn.Module) -> None:
+        for name in self.site.report.consumers:
+            if vars(model.get_submodule(name)).get("site") is not self.site:
+                raise RuntimeError(
+                    f"{name} is not the module that patch put there, and nothing applies the norm "
+                    f"before it ({self.site.report.norm}): load the model again, change {name}, "
+                    "then patch"
+                )
 
 
 class PassthroughSite(Installer):
@@ -152,7 +169,7 @@ class PassthroughSite(Installer):
 
     def output_hook(self) -> NormedOutputs | None:
         """What normalises the last of ``hidden_states``, where the stock model returns it so."""
-        return NormedOutputs(self) if "hidden_states" in self.report.returned_as else None
+        return NormedOutputs(self) if self.report.returned_as else None
 
     def give_back(self) -> None:
         """The stock modules hold their own parameters again, bit for bit."""

@@ -1,4 +1,4 @@
-"""Models that accelerate has spread over devices: which of its hooks patching can live with.
+"""What a module's place needs: attributes of the module before, and the hooks of accelerate.
 
 ``device_map`` puts a hook on every module. Where the weights stay on the module's own device, all
 that the hook does is move inputs there: such a hook goes on with the module that is put in. A hook
@@ -8,8 +8,12 @@ fold, and nothing that would be fetched for the new module.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+
+from flashnorm_triton.models.linears import MODULE_STATE
 
 HOOK = "_hf_hook"
 # What accelerate.hooks.add_hook_to_module sets on a module.
@@ -29,6 +33,15 @@ def only_moves_inputs(module: nn.Module) -> bool:
         return False
     device = torch.empty(0, device=hook.execution_device).device
     return all(tensor.device == device for tensor in module.parameters(recurse=False))
+
+
+def own_attributes(stock: nn.Module) -> dict[str, Any]:
+    """What a module's class, or whoever built the model, set on it: the code around it may ask.
+
+    For the module in its place; without what torch and accelerate keep there.
+    """
+    left = MODULE_STATE | {*HOOK_ATTRIBUTES}
+    return {name: value for name, value in vars(stock).items() if name not in left}
 
 
 def carry_hook(stock: nn.Module, replacement: nn.Module) -> None:

@@ -67,6 +67,23 @@ class PackedWeights:
         return sum(tensor.nbytes for tensor in self.buffers.values() if tensor is not None)
 
     @property
+    def scattered(self) -> bool:
+        """Whether a weight, as its module has it, no longer lies in the packed ones.
+
+        Whoever swaps parameters (functional_call, sharding, ``.data = ...``) asks nobody.
+        """
+        packed = self.buffers["packed_weight"]
+        base = packed.data_ptr()
+        if not base:
+            return False  # no memory: on the meta device
+        row = packed.shape[1] * packed.element_size()
+        for view, (start, _) in zip(self.views, self.columns, strict=True):
+            weight = view["weight"]
+            if type(weight) is not nn.Parameter or weight.data_ptr() != base + start * row:
+                return True
+        return False
+
+    @property
     def keeps_stock(self) -> bool:
         """Whether the stock weights wait beside folded ones."""
         return self.folded and not self.freed
