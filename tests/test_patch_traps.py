@@ -16,6 +16,7 @@ from tiny_models import VOCABULARY, randomise, tiny_model, token_ids
 from torch import Tensor, nn
 
 import flashnorm_triton as fn
+from flashnorm_triton.models import source, weights
 
 K, N = 24, 40
 _ORDER = torch.arange(K).flip(0)
@@ -241,3 +242,28 @@ def test_tied_head_follows_new_embeddings(family: str) -> None:
         logits = stock(token_ids()).logits
         ours = model(token_ids()).logits
     assert (ours - logits).abs().max() <= 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["PackedWeights", "NormSource"])
+def test_interrupted_just_after_weights_have_moved(
+    place: str, fault: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    logits, modules = model(token_ids()).logits, [id(module) for module in model.modules()]
+    owner = {"PackedWeights": weights.PackedWeights, "NormSource": source.NormSource}[place]
+    take = owner.take
+
+    def stopped(*args: Any, **kwargs: Any) -> None:
+        take(*args, **kwargs)
+        raise fault("stopped")
+
+    monkeypatch.setattr(owner, "take", stopped)
+    if fault is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            fn.patch(model)
+    else:
+        with pytest.warns(RuntimeWarning, match="could not be patched"):
+            assert not fn.patch(model).changed
+    assert [id(module) for module in model.modules()] == modules
+    assert torch.equal(model(token_ids()).logits, logits)

@@ -236,8 +236,8 @@ def _install(
 ) -> Installer:
     site = make(model, report, options)
     watch.built(site.nbytes)
-    site.take()
     try:
+        site.take()
         modules = [(model.get_submodule(path), m) for path, m in site.replacements().items()]
         for stock, module in modules:
             carry_hook(stock, module)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from flashnorm_triton.algebra import fold, fold_error, move_bias, row_sums
 from flashnorm_triton.models.source import NormSource, present
@@ -73,14 +74,15 @@ class PackedWeights:
         Whoever swaps parameters (functional_call, sharding, ``.data = ...``) asks nobody.
         """
         packed = self.buffers["packed_weight"]
-        base = packed.data_ptr()
-        if not base:
+        place = packed.data_ptr()
+        if not place:
             return False  # no memory: on the meta device
-        row = packed.shape[1] * packed.element_size()
-        for view, (start, _) in zip(self.views, self.columns, strict=True):
+        # The views lie one behind another. Every call of eager decoding asks: keep it short.
+        for view in self.views:
             weight = view["weight"]
-            if type(weight) is not nn.Parameter or weight.data_ptr() != base + start * row:
+            if type(weight) is not Parameter or weight.data_ptr() != place:
                 return True
+            place += weight.nbytes
         return False
 
     @property
@@ -161,6 +163,7 @@ class PackedWeights:
                     key: None if p is None else nn.Parameter(seen[key], requires_grad=False)
                     for key, p in stock.items()
                 }
+            self.views.append(view)  # before anything moves: what give_back goes by
             for key, parameter in stock.items():
                 if parameter is not None and self.keeps_stock:
                     parameter.data = on_host.pop(parameter)
@@ -168,15 +171,19 @@ class PackedWeights:
                     if not self.freed:
                         parameter.data = seen[key]
                     linear._parameters[key] = None
-            self.views.append(view)
 
     def give_back(self) -> None:
-        """Undo :meth:`take`: the stock linears hold their own parameters again, bit for bit."""
+        """Undo :meth:`take`: the stock linears hold their own parameters again, bit for bit.
+
+        After a ``take`` that was interrupted, undoes what it had done.
+        """
         weight = self.buffers["packed_weight"]
+        if weight is None:
+            return  # given back already
         self.buffers.update(dict.fromkeys(self.buffers))
         target = weight.new_empty(0)  # says device and dtype without keeping the packed memory
         del weight
-        for linear, view in zip(self.linears, self.views, strict=True):
+        for linear, view in zip(self.linears, self.views, strict=False):
             for key, parameter in view.items():
                 if parameter is None:
                     continue
