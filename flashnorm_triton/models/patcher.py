@@ -85,6 +85,10 @@ def patch(
 
     The model is changed in place and computes the same function (FlashNorm, arXiv 2407.09577):
     one launch for q, k and v, one for gate and up. ``state_dict()`` keeps its keys and values.
+    An RMS norm whose linears are not ours to touch (quantized, LoRA, sharded) or whose output the
+    model returns too (the final one) becomes one launch by itself. Add adapters, quantize or shard
+    first, then patch. A mixture of experts keeps its weights: its norm is one launch, as rows must
+    be normalised before the router, and scaling the experts' products would cost more.
 
     Args:
         model: any torch module on a real device; transformers models need nothing else.
@@ -94,7 +98,9 @@ def patch(
             Change weights in place before patching or with fold=False: a change of a folded
             model's gain or weight would be seen by one of the forward and ``state_dict`` alone.
             Hooks put on the patched modules go with them at ``revert``.
-        cancel: drops norms whose readers are all normalised again; see ``audit``.
+        cancel: "exact" or "fast" drops a norm where what its linears give is normalised again
+            (section 3 of the paper; docs/cancel.md), in part where only q and k are; "exact"
+            corrects the later eps row by row, "fast" leaves it. False: none is dropped.
         head: also fuses the final norm with the language-model head; with a tied one, its gain is
             applied in the kernel. What the whole model returns stays as it is, ``hidden_states``
             included; the ``last_hidden_state`` of the inner model (``model.model(...)``), and of an
