@@ -100,7 +100,7 @@ def test_off_unless_asked_for_and_other_words_are_refused() -> None:
     model = cancel_model("qwen3")
     with fn.patched(model) as handle:
         assert not any(isinstance(module, CancelledNorm) for module in model.modules())
-        assert {site.decision for site in handle.report.sites} == {"fuse", "keep"}
+        assert {site.decision for site in handle.report.sites} == {"fuse", "norm_only", "keep"}
     for wrong in (True, "approx", 1):
         with pytest.raises(ValueError, match=f"cancel={wrong!r}: use one of"):
             fn.patch(model, cancel=wrong)
