@@ -365,13 +365,13 @@ def check_forced(plan: Plan, call: Call) -> None:
             f"plan {plan.form!r} needs a GPU, but x is on {x.device}; on a CPU use "
             "TRITON_INTERPRET=1 (set before the first import) or no plan"
         )
+    if x.dtype == torch.float64:
+        raise TypeError(f"plan {plan.form!r} computes in fp32, but x is float64: use no plan")
     if x.is_cuda and x.dim() and weight.dim() == 2 and x.numel() and weight.dtype == x.dtype:
         facts = runtime.device_facts(x.get_device())
         obstacle = unfit(plan, call.problem(_matrix(x)), facts)
         if obstacle is not None:
             raise ValueError(f"plan {plan.strategy}/{plan.form} cannot run this call: {obstacle}")
-    if x.dtype == torch.float64:
-        raise TypeError(f"plan {plan.form!r} computes in fp32, but x is float64: use no plan")
     tracked = (t is not None and t.requires_grad for t in call.operands)
     if torch.is_grad_enabled() and any(tracked):
         raise ValueError(

@@ -123,6 +123,9 @@ def test_caches_that_need_more(way: str, device: torch.device) -> None:
     _skip_unless(WAYS[way][2])
     model, ids = tiny_model("llama").to(device), token_ids(2, PROMPT).to(device)
     expected = _generate(model, way, ids)
+    if way == "offloaded" and not torch.equal(expected, _generate(model, "dynamic", ids)):
+        # Seen on a busy GPU with transformers 5.17: its copies run on a stream of their own.
+        pytest.skip("the stock model's own tokens change with this cache here")
     with fn.patched(model):
         assert torch.equal(_generate(model, way, ids), expected)
 
