@@ -76,11 +76,14 @@ def _config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder if folder.is_dir() else model)
+        # False, not None: a model with code of its own must not be asked about on the terminal.
+        place = folder if folder.is_dir() else model
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _stop(
             f"no model config found for {model!r} ({_first_line(error)}). Give a local folder "
-            "that holds config.json, a hub id that this machine can reach, or 'demo'."
+            "that holds config.json, a hub id that this machine can reach, or 'demo'; a model with "
+            "code of its own can be loaded in Python and given to flashnorm_triton.audit."
         ) from error
 
 

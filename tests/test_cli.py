@@ -145,6 +145,20 @@ def test_audit_errors_name_the_value_and_the_remedy(
         assert "Traceback" not in text
 
 
+def test_a_model_with_code_of_its_own_is_not_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask on the terminal, and run the folder's code at a yes."""
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    (tmp_path / "configuration_own.py").write_text("raise SystemExit('the code was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 1)
+    result = call("audit", str(tmp_path))
+    assert result.exit_code == 2
+    assert "custom code" in result.output and "given to flashnorm_triton.audit" in result.output
+
+
 def test_info_says_what_runs_here() -> None:
     done = call("info")
     assert done.exit_code == 0, done.output

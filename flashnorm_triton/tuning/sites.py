@@ -104,7 +104,7 @@ def skeleton(model: str) -> Any:
 
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(place if local else model)
+        config = AutoConfig.from_pretrained(place if local else model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no model config found for {model!r} ({_first_line(error)}): give a config.json, the "
