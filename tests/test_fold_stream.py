@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 import flashnorm_triton as fn
 from flashnorm_triton.checkpoints import stream
-from flashnorm_triton.checkpoints.safefile import make_header, read_shard
+from flashnorm_triton.checkpoints.safefile import Entry, make_header, read_shard, to_bytes
 from flashnorm_triton.checkpoints.stream import Added, Drop, Replace, Rewriter, Scale
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,6 +119,42 @@ def test_products_along_every_axis_in_pieces_of_any_size(
     sums = {"a_bias": wide["linear"] @ beta, "b_bias": beta @ wide["conv1d"]}
     for name, moved in sums.items():
         torch.testing.assert_close(new[name], (wide[name] + moved).to(dtype), **close)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("shift", [0.0, 1.0])
+def test_every_bfloat16_weight_is_multiplied_in_float32_and_rounded_once(
+    axis: int, shift: float
+) -> None:
+    """To the bit, subnormal and infinite ones too; a gain 1+w that bfloat16 cannot hold as well."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    picked = torch.randint(1 << 16, (64,))
+    gain = shift + torch.where(picked % 2 == 0, every[picked], torch.randn(64).bfloat16()).float()
+    gain = gain.nan_to_num(0.7)
+    weight = every[:, None].expand(-1, 64) if axis else every.expand(64, -1)
+    weight = weight.contiguous()
+    entry = Entry("w", "BF16", tuple(weight.shape), 0, weight.numel() * 2)
+    product = stream.Product(entry, "BF16", Scale(gain, axis))
+    data, found = to_bytes(weight), []
+    for start in range(0, len(data), 8 * product.row_bytes):
+        piece = bytearray(data[start : start + 8 * product.row_bytes])
+        found.append(bytes(product(memoryview(piece))))
+    result = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.bfloat16).view_as(weight)
+    wanted = (weight.float() * (gain if axis else gain[:, None])).bfloat16()
+    same = result.view(torch.int16) == wanted.view(torch.int16)
+    assert bool((same | (result.isnan() & wanted.isnan())).all())
+
+
+def test_the_number_of_threads_is_left_as_it_was(tmp_path: Path) -> None:
+    """In this thread, and for those that start later."""
+    source, before = saved(tmp_path / "src"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        fn.fold_checkpoint(source, tmp_path / "dst", progress=False)
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_cast_leaves_other_dtypes_alone(tmp_path: Path) -> None:
