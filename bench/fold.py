@@ -37,14 +37,69 @@ import json, resource, sys, time
 import torch, transformers
 from transformers import LlamaForCausalLM
 from flashnorm_triton.checkpoints import folding
+folds, plan_seconds, make_plan = 0, [], folding.make_plan
+def timed(*arguments, **options):
+    started = time.perf_counter()
+    plan = make_plan(*arguments, **options)
+    plan_seconds.append(time.perf_counter() - started)
+    return plan
+folding.make_plan = timed
 started, busy = time.perf_counter(), time.process_time()
-folds = 0
 if len(sys.argv) > 2:
     record = folding.fold_checkpoint(sys.argv[1], sys.argv[2], progress=False).record
     folds = len(record["folds"])
 seconds, cpu = time.perf_counter() - started, time.process_time() - busy
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": seconds, "cpu": cpu, "peak_bytes": peak, "folds": folds}))
+found = {"seconds": seconds, "cpu": cpu, "peak_bytes": peak, "folds": folds}
+print(json.dumps(found | {"plan": sum(plan_seconds)}))
+"""
+
+
+# Each part of a fold alone, in one thread: seconds of processor time for the whole model.
+PARTS = """
+import hashlib, json, os, pathlib, sys, time
+import torch, transformers
+from transformers import LlamaForCausalLM
+from flashnorm_triton.checkpoints import folding, stream
+from flashnorm_triton.checkpoints.source import open_source
+torch.set_num_threads(1)
+spent, since = {}, time.process_time()
+def part(name):
+    global since
+    now = time.process_time()
+    spent[name] = spent.get(name, 0.0) + now - since
+    since = time.process_time()
+source = open_source(pathlib.Path(sys.argv[1]), "source")
+plan = folding.make_plan(source, untie=False, head=True, max_crest=None)
+part("plan")
+edits = folding._edits(source, plan, False)
+buffer = memoryview(bytearray(1 << 20))
+target = pathlib.Path(sys.argv[2])
+for shard in source.shards.values():
+    size = shard.data_start + shard.data_size
+    with shard.path.open("rb", buffering=0) as file:
+        since = time.process_time()
+        while file.readinto(buffer):
+            pass
+        part("read")
+    digest = hashlib.sha256()
+    for start in range(0, size, len(buffer)):
+        digest.update(buffer[: size - start])
+    part("sha256")
+    for entry in shard.entries:
+        if isinstance(edits.get(entry.name), stream.Scale):
+            product = stream.Product(entry, entry.dtype, edits[entry.name])
+            step = len(buffer) // product.row_bytes * product.row_bytes
+            for start in range(0, entry.size, step):
+                product(buffer[: min(step, entry.size - start)])
+    part("product")
+    with target.open("wb", buffering=0) as file:
+        since = time.process_time()
+        for start in range(0, size, len(buffer)):
+            stream.write_all(file, buffer[: size - start])
+        part("write")
+    target.unlink()
+print(json.dumps(spent))
 """
 
 
@@ -117,10 +172,10 @@ def generate(folder: Path, gigabytes: float, shard_bytes: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def child(*arguments: str) -> dict[str, float]:
-    """Run CHILD; what it prints."""
+def child(code: str, *arguments: str) -> dict[str, float]:
+    """Run ``code`` in a process of its own; what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, *arguments],
+        [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -152,16 +207,18 @@ def main() -> int:
         generate(source, options.gigabytes, int(options.shard_gigabytes * 1e9))
         sizes = [file.stat().st_size for file in source.glob("*.safetensors")]
         index = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
-        imports = child(str(source))
-        copies, folds = [], []
+        imports = child(CHILD, str(source))
+        copies, folds, parts = [], [], []
         for number in range(options.rounds):
             os.sync()
             copies.append(copy(source, target))
             shutil.rmtree(target)
             os.sync()
-            folds.append(child(str(source), str(target)))
+            folds.append(child(CHILD, str(source), str(target)))
             record = json.loads((target / "flashnorm.json").read_text())
             shutil.rmtree(target)
+            os.sync()
+            parts.append(child(PARTS, str(source), str(target)))
             print(
                 f"round {number + 1}: copy {copies[-1][0]:.1f} s, "
                 f"fold {folds[-1]['seconds']:.1f} s, peak {folds[-1]['peak_bytes'] / 1e6:.0f} MB",
@@ -193,6 +250,10 @@ def main() -> int:
         "copy_seconds": plain,
         "fold_cpu_seconds": [fold["cpu"] for fold in folds],
         "copy_cpu_seconds": [copied[1] for copied in copies],
+        "plan_seconds": [fold["plan"] for fold in folds],
+        "cpu_seconds_by_part": {
+            name: statistics.median(one[name] for one in parts) for name in parts[0]
+        },
         "load_average": os.getloadavg()[0],
         "fold_over_copy": statistics.median(f / c for f, c in zip(seconds, plain, strict=True)),
         "limits": {"peak_over_largest_shard": MEMORY_LIMIT, "fold_over_copy": TIME_LIMIT},

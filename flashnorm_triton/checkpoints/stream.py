@@ -7,12 +7,10 @@ gone by, wherever those are stored.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -30,14 +28,13 @@ from flashnorm_triton.checkpoints.safefile import (
     to_bytes,
 )
 
-_CHUNK = 4 << 20  # bytes read at a time
+_CHUNK = 1 << 20  # bytes read at a time: they stay in the cache until they are written
 # Elements multiplied at a time where a float32 copy is needed, which then stays in the cache.
 _PIECE = 1 << 15
 _BUFFERS = 3
 _WORKERS = 4  # shards at a time
 # A healthy float16 product is off by about 2e-4; beyond this, subnormal values were hit.
 _HALF_ERROR = 5e-4
-_FALLOCATE = getattr(ctypes.CDLL(None), "fallocate64", None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True)
@@ -153,7 +150,6 @@ class Rewriter:
         ):
             reader = HashedReader(source, hasher, self._told)
             reader.skip(len(shard.header))
-            reserve(sink, len(header) + (entries[-1].stop if entries else 0))
             write_all(sink, header)
             for entry in shard.entries:
                 self._tensor(reader, sink, entry, new.get(entry.name), target)
@@ -376,15 +372,6 @@ class Product:
                 f"float16 cannot hold {self._name} once its norm's gain is folded in (relative "
                 f"error {error:.1e}): fold to another dtype, --dtype bfloat16 or float32"
             )
-
-
-def reserve(sink: io.RawIOBase, size: int) -> None:
-    """Have the file system take its blocks at once, where it can: the writes then cost less.
-
-    Not ``os.posix_fallocate``, which writes the blocks one by one where it cannot.
-    """
-    if _FALLOCATE is not None:
-        _FALLOCATE(sink.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size))
 
 
 def write_all(sink: io.RawIOBase, data: memoryview | bytes) -> None:
