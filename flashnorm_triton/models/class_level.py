@@ -34,7 +34,8 @@ def patch_class(model_type: str, **patch_options: Any) -> None:
     """Make every later ``from_pretrained`` / ``from_config`` of ``model_type`` return it patched.
 
     In any thread, through an auto class or the type's own classes, with any head, subclasses
-    included; models that exist already are left as they are. ``patch_options`` are those of
+    included; models that exist already are left as they are. (Load one model at a time:
+    transformers' own loading is not safe in two threads at once.) ``patch_options`` are those of
     ``patch``; calling again with others changes them for later loads, with the same ones nothing.
 
     A model that cannot be patched is returned as it was loaded, with a RuntimeWarning that says
