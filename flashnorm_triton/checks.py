@@ -13,28 +13,46 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 def check_rms_norm(x: Tensor, eps: float, gain: Tensor | None, same_dtype: bool = True) -> None:
     """Raise TypeError or ValueError unless ``rms_norm(x, eps, gain)`` is well formed."""
-    if x.dtype not in DTYPES:
-        raise TypeError(
-            f"x is {x.dtype}; norm_linear and rms_norm take bfloat16, float16, float32 or float64: "
-            "convert it with .to(...)"
-        )
+    _check_rows(x)
+    check_eps(eps)
+    if gain is not None:
+        check_gain("gain", gain, x, x.shape[-1], same_dtype)
+
+
+def _check_rows(x: Tensor) -> None:
+    check_dtype("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; its last dimension must hold K >= 1 values"
         )
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless a tensor is of a dtype that the operations compute in."""
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"{name} is {tensor.dtype}; the operations take bfloat16, float16, float32 or float64: "
+            "convert it with .to(...)"
+        )
+
+
+def check_eps(eps: float) -> None:
+    """Raise TypeError or ValueError unless eps is a positive number."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float, torch.SymFloat)):
         raise TypeError(f"eps is {eps!r}; it must be a Python number (a usual value is 1e-6)")
     if not (math.isfinite(eps) and eps > 0):
         raise ValueError(f"eps is {eps}; it must be positive and finite (a usual value is 1e-6)")
-    if gain is not None:
-        if gain.shape != x.shape[-1:]:
-            raise ValueError(
-                f"gain has shape {tuple(gain.shape)}, but x has K = {x.shape[-1]}: "
-                f"it must be ({x.shape[-1]},)"
-            )
-        if gain.dtype not in ((x.dtype, torch.float32) if same_dtype else DTYPES):
-            raise TypeError(f"gain is {gain.dtype}, x is {x.dtype}: use x's dtype or float32")
-        _same_device("gain", gain, x)
+
+
+def check_gain(name: str, gain: Tensor, x: Tensor, k: int, same_dtype: bool = True) -> None:
+    """Raise TypeError or ValueError unless ``gain`` fits rows of K values like x's."""
+    if gain.shape != (k,):
+        raise ValueError(
+            f"{name} has shape {tuple(gain.shape)}, but x has K = {k}: it must be ({k},)"
+        )
+    if gain.dtype not in ((x.dtype, torch.float32) if same_dtype else DTYPES):
+        raise TypeError(f"{name} is {gain.dtype}, x is {x.dtype}: use x's dtype or float32")
+    check_device(name, gain, x)
 
 
 def check_norm_linear(
@@ -50,6 +68,22 @@ def check_norm_linear(
     ``same_dtype`` is False under autocast, which converts.
     """
     check_rms_norm(x, eps, gain, same_dtype)
+    _check_weight(x, weight, bias, same_dtype)
+
+
+def check_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, same_dtype: bool = True
+) -> None:
+    """Raise TypeError or ValueError unless a linear layer of these is well formed."""
+    _check_rows(x)
+    _check_weight(x, weight, bias, same_dtype)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale is {scale!r}; it must be a Python number")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be finite")
+
+
+def _check_weight(x: Tensor, weight: Tensor, bias: Tensor | None, same_dtype: bool) -> None:
     if weight.dim() != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be (N, K)")
     if weight.shape[1] != x.shape[-1]:
@@ -66,7 +100,7 @@ def check_norm_linear(
         raise TypeError(
             f"x is {x.dtype}, weight is {weight.dtype}: convert one of them, or use torch.autocast"
         )
-    _same_device("weight", weight, x)
+    check_device("weight", weight, x)
     if weight.shape[1] > 1 and weight.stride(1) != 1:
         raise ValueError(
             f"weight has strides {tuple(weight.stride())}; its last dimension must be contiguous: "
@@ -80,7 +114,7 @@ def check_norm_linear(
             )
         if same_dtype and bias.dtype != x.dtype:
             raise TypeError(f"bias is {bias.dtype}, x is {x.dtype}: convert one of them")
-        _same_device("bias", bias, x)
+        check_device("bias", bias, x)
 
 
 def check_epilogue(
@@ -105,7 +139,7 @@ def check_epilogue(
             )
         if row_sums.dtype not in (torch.float32, torch.promote_types(x.dtype, torch.float32)):
             raise TypeError(f"row_sums is {row_sums.dtype}: compute it in float32")
-        _same_device("row_sums", row_sums, x)
+        check_device("row_sums", row_sums, x)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
             f"activation is {activation!r}; it must be None or one of {', '.join(ACTIVATIONS)}: "
@@ -127,10 +161,11 @@ def check_epilogue(
             )
         if residual.dtype not in DTYPES or (same_dtype and residual.dtype != x.dtype):
             raise TypeError(f"residual is {residual.dtype}, x is {x.dtype}: convert one of them")
-        _same_device("residual", residual, x)
+        check_device("residual", residual, x)
 
 
-def _same_device(name: str, tensor: Tensor, x: Tensor) -> None:
+def check_device(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raise ValueError unless a tensor is where x is."""
     if tensor.device != x.device:
         raise ValueError(
             f"x is on {x.device}, {name} is on {tensor.device}: move one of them with .to(...)"

@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashnorm_triton import launch, plans, reference, runtime, tables
-from flashnorm_triton.checks import check_epilogue, check_norm_linear, check_rms_norm
+from flashnorm_triton import block_reference, launch, plans, reference, runtime, tables
+from flashnorm_triton.checks import (
+    check_epilogue,
+    check_linear,
+    check_norm_linear,
+    check_rms_norm,
+)
 from flashnorm_triton.limits import unfit, unserved
 from flashnorm_triton.plans import Plan, Problem
 
@@ -26,17 +31,23 @@ _failed: set[tuple] = set()
 
 
 class Epilogue(NamedTuple):
-    """What a call asks for beside a bias; a plain call has none of it and passes None instead."""
+    """What a call asks for beside a bias; a plain call has none of it and passes None instead.
+
+    Without ``normed`` there is no norm, and the product and its bias are multiplied by ``scale``.
+    """
 
     row_sums: Tensor | None = None
     residual: Tensor | None = None
     activation: str | None = None
     gated: bool = False
+    normed: bool = True
+    scale: float = 1.0
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing to do."""
-        return all(part is None for part in self[:3]) and not self.gated
+        rows_wide = all(part is None for part in self[:3])
+        return rows_wide and not self.gated and self.normed and self.scale == 1.0
 
 
 PLAIN = Epilogue()
@@ -55,8 +66,11 @@ class Call(NamedTuple):
     def check(self, same_dtype: bool = True) -> None:
         """Raise TypeError or ValueError unless the arguments go together."""
         x, weight, eps, bias, gain, more = self
-        check_norm_linear(x, weight, eps, bias, gain, same_dtype)
-        check_epilogue(x, weight, *more, same_dtype=same_dtype)
+        if more.normed:
+            check_norm_linear(x, weight, eps, bias, gain, same_dtype)
+        else:
+            check_linear(x, weight, bias, more.scale, same_dtype)
+        check_epilogue(x, weight, *more[:4], same_dtype=same_dtype)
 
     @property
     def operands(self) -> tuple[Tensor | None, ...]:
@@ -86,11 +100,15 @@ class Call(NamedTuple):
             activation=more.activation or "",
             gated=more.gated,
             has_residual=more.residual is not None,
+            normed=more.normed,
+            scale=float(more.scale),
         )
 
     def in_torch(self) -> Tensor:
         """The result in plain torch, differentiable in any mode."""
-        x, weight, eps, bias, gain, (row_sums, residual, activation, gated) = self
+        x, weight, eps, bias, gain, (row_sums, residual, activation, gated, normed, scale) = self
+        if not normed:
+            return block_reference.linear(x, weight, bias, residual, scale)
         return reference.norm_linear(
             x, weight, eps, bias, gain, centred=row_sums is not None, residual=residual,
             activation=activation, gated=gated,
@@ -142,12 +160,11 @@ def _traits(vector: Tensor) -> tuple:
 
 
 def _epilogue_traits(more: Epilogue) -> tuple:
-    row_sums, residual, activation, gated = more
+    row_sums, residual, *others = more
     return (
         None if row_sums is None else _traits(row_sums),
         None if residual is None else _traits(residual),
-        activation,
-        gated,
+        *others,
     )
 
 
@@ -184,8 +201,8 @@ def _first_call(key: tuple, call: Call, plan: Plan | None) -> Tensor:
 
 def _failure(plan: Plan, call: Call) -> tuple:
     """What a failed plan is remembered by: another row count must not pay for it again."""
-    row_sums, residual, activation, gated = call.more
-    epilogue = (row_sums is not None, residual is not None, activation, gated)
+    row_sums, residual, *others = call.more
+    epilogue = (row_sums is not None, residual is not None, *others)
     return plan, call.x.dtype, call.weight.shape, call.x.get_device(), epilogue
 
 
@@ -206,7 +223,7 @@ def _keep(key: tuple, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _prepare(call: Call, plan: Plan) -> Callable[..., Tensor]:
     """What runs calls like this one with a plan: callable(x, weight, bias, gain[, row_sums,
     residual])."""
-    x, weight, eps, bias, gain, (row_sums, residual, activation, gated) = call
+    x, weight, eps, bias, gain, (row_sums, residual, *others) = call
     # Triton would compile an int eps as a type, or a constant, of its own.
     eps = float(eps)
     if x.numel() == 0 or weight.shape[0] == 0:
@@ -215,7 +232,7 @@ def _prepare(call: Call, plan: Plan) -> Callable[..., Tensor]:
     if plan == plans.TORCH:
 
         def in_torch(x: Tensor, weight: Tensor, bias: Any, gain: Any, *more: Any) -> Tensor:
-            extra = Epilogue(*more[:2], activation, gated) if more else PLAIN
+            extra = Epilogue(*more[:2], *others) if more else PLAIN
             return Call(x, weight, eps, bias, gain, extra).in_torch()
 
         return in_torch

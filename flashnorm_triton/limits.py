@@ -137,6 +137,7 @@ def unserved(plan: Plan, problem: Problem) -> str | None:
         "activation": problem.activation,
         "gated": problem.gated,
         "residual": problem.has_residual,
+        "bare": not problem.normed,
     }
     served = EPILOGUES.get(plan.form, ())
     if plan.form == "tiles" and (plan.squares != "given" or problem.has_gain):

@@ -93,7 +93,7 @@ def norm_linear(
 def _under_autocast(call: Call) -> Tensor:
     """The stock modules, which autocast converts as it does; the rest in fp32."""
     call.check(same_dtype=False)
-    x, weight, eps, bias, gain, (row_sums, residual, activation, gated) = call
+    x, weight, eps, bias, gain, (row_sums, residual, activation, gated, *_) = call
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = reference.normalise(wide, eps, gain, centred=row_sums is not None).to(wide.dtype)
     z = torch.nn.functional.linear(normed, weight, bias)

@@ -16,9 +16,11 @@ FORMS = (
 _WHOLE = ("centred", "activation", "gated", "residual")
 EPILOGUES: dict[str, tuple[str, ...]] = {
     "gemv": _WHOLE, "tiles": _WHOLE, "scaled_gemm": ("centred", "activation", "residual"),
-    "hopper_swap": _WHOLE, "hopper_rows": _WHOLE, "library": _WHOLE, "reference": _WHOLE,
+    "hopper_swap": _WHOLE, "hopper_rows": _WHOLE, "library": (*_WHOLE, "bare"),
+    "reference": (*_WHOLE, "bare"),
 }  # fmt: skip
-"""What each form can do to the scaled product beside a bias (``Problem.epilogue``)."""
+"""What each form can do to the scaled product beside a bias (``Problem.epilogue``); "bare" is to
+do without a norm."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class Problem:
     The epilogue: ``centred`` takes the mean off (LayerNorm, through the weight's row sums);
     ``activation`` is one of ``checks.ACTIVATIONS`` or ""; ``gated`` halves the output to
     act(gate) * up, the n rows of the weight being [gate, up]; ``has_residual`` adds a tensor last.
+    A problem that is not ``normed`` is a linear layer alone, whose product and bias are multiplied
+    by ``scale``.
     """
 
     dtype: str
@@ -123,6 +127,8 @@ class Problem:
     activation: str = ""
     gated: bool = False
     has_residual: bool = False
+    normed: bool = True
+    scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -131,8 +137,12 @@ class Problem:
 
     @property
     def epilogue(self) -> str:
-        """What is done to the scaled product beside a bias; "" for a plain norm and linear."""
-        parts = ("centred" * self.centred, self.activation, "gated" * self.gated)
+        """What is done to the scaled product beside a bias; "" for a plain norm and linear.
+
+        It begins with "bare" where no norm is.
+        """
+        bare = "bare" * (not self.normed)
+        parts = (bare, "centred" * self.centred, self.activation, "gated" * self.gated)
         return "+".join(filter(None, (*parts, "residual" * self.has_residual)))
 
 

@@ -81,12 +81,14 @@ class Unfused:
     """
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
-        self.norm = RmsNorm(problem.k, problem.has_gain)
+        self.norm = RmsNorm(problem.k, problem.has_gain) if problem.normed else None
         more = problem.activation or problem.gated or problem.has_residual
         self.finish = Finish(problem) if more else None
         self.problem = problem
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
+        if not self.problem.normed:
+            return self._bare(geometry)
         norm, linear = self._norm(geometry, eps), torch.nn.functional.linear
         finish = self.finish.bind(geometry) if self.finish else None
 
@@ -100,6 +102,29 @@ class Unfused:
         ) -> Tensor:
             z = linear(norm(x, gain), w, bias)
             return z if finish is None else finish(z, residual)
+
+        return run
+
+    def _bare(self, geometry: Geometry) -> Run:
+        """No norm: the library adds the residual, or what it cannot add is one more launch."""
+        scale, shape = self.problem.scale, (*geometry.lead, self.problem.n)
+        linear, addmm = torch.nn.functional.linear, torch.addmm
+
+        def run(
+            x: Tensor,
+            w: Tensor,
+            bias: Tensor | None,
+            gain: Tensor | None,
+            row_sums: Tensor | None = None,
+            residual: Tensor | None = None,
+        ) -> Tensor:
+            if residual is not None and bias is None:
+                rows = x.reshape(-1, x.shape[-1])
+                return addmm(residual.view(len(rows), -1), rows, w.t(), alpha=scale).view(shape)
+            z = linear(x, w, bias).view(shape)
+            if residual is not None:
+                return torch.add(residual, z, alpha=scale)
+            return z if scale == 1.0 else z * scale
 
         return run
 
