@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from flashnorm_triton.plans import EPILOGUES, Device, Plan, Problem
+from flashnorm_triton.plans import EPILOGUES, WITHOUT_BLOCKS, Device, Plan, Problem
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 TMA_FORMS = ("scaled_gemm", "hopper_swap", "hopper_rows")
@@ -25,6 +25,7 @@ _STRATEGY_OF = {
     "hopper_rows": ("single_pass", "stats_then_gemm"),
     "scaled_gemm": ("stats_then_gemm",),
     "library": ("unfused",),
+    "two_streams": ("overlap",),
     "reference": ("torch",),
 }
 _MOST = {
@@ -62,7 +63,7 @@ def plan_from(stored: Mapping[str, Any]) -> Plan:
         raise ValueError(f"squares {plan.squares!r} cannot serve strategy {plan.strategy!r}")
     if plan.squares == "registers" and plan.form != "hopper_rows":
         raise ValueError(f"squares 'registers' is a way of hopper_rows, not of {plan.form!r}")
-    if plan.form not in ("library", "reference"):
+    if plan.form not in WITHOUT_BLOCKS:
         for name in ("block_m", "block_n", "block_k"):
             if not getattr(plan, name):
                 raise ValueError(f"plan has no {name}")
@@ -130,6 +131,11 @@ def accumulators(plan: Plan, gated: bool = False) -> int:
     return (products + squares) // threads
 
 
+def keeps_fp32(plan: Plan, problem: Problem) -> bool:
+    """Whether the library's product of x and weight is fp32 where those are halves."""
+    return plan.product == "fp32" and problem.dtype in ("bfloat16", "float16")
+
+
 def unserved(plan: Plan, problem: Problem) -> str | None:
     """Why the kernels of a plan do not have a problem's epilogue; None when they do."""
     asked = {
@@ -187,6 +193,24 @@ def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
     return None
 
 
+def _unfit_two_streams(plan: Plan, problem: Problem, device: Device) -> str | None:
+    """What the library's product of the raw x cannot be.
+
+    In fp16 it may be larger than the dtype holds, before the scale makes it small, so there it must
+    stay in fp32, which the library does on CUDA. bf16 has fp32's range: a product stored in it
+    is only rounded once more, as the stock modules' norm is.
+    """
+    if problem.has_gain:
+        return "it cannot apply a gain"
+    if plan.product == "stored" and problem.dtype == "float16":
+        return "an unnormalised product could overflow float16"
+    if plan.product == "stored" and problem.dtype == "float32":
+        return "float32 has one product, in fp32"
+    if keeps_fp32(plan, problem) and device.backend != "cuda":
+        return f"the library keeps no fp32 product of {problem.dtype} there"
+    return None
+
+
 def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
     """Why a plan cannot serve a problem on a device; None when it can."""
     if plan.form == "reference":
@@ -197,6 +221,8 @@ def unfit(plan: Plan, problem: Problem, device: Device) -> str | None:
         return None
     if obstacle := unserved(plan, problem):
         return obstacle
+    if plan.form == "two_streams":
+        return _unfit_two_streams(plan, problem, device)
     if plan.form in TMA_FORMS:
         if device.backend != "cuda" or device.capability < 90:
             return "it needs the copy engine of compute capability 9.0 and later"

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-STRATEGIES = ("single_pass", "stats_then_gemm", "unfused", "torch")
+STRATEGIES = ("single_pass", "stats_then_gemm", "overlap", "unfused", "torch")
 FORMS = (
-    "gemv", "tiles", "hopper_swap", "hopper_rows", "scaled_gemm", "library", "reference",
+    "gemv", "tiles", "hopper_swap", "hopper_rows", "scaled_gemm", "library", "two_streams",
+    "reference",
 )  # fmt: skip
+WITHOUT_BLOCKS = ("library", "two_streams", "reference")
+"""Forms whose matmul is the library's: they have no tiles of their own."""
 _WHOLE = ("centred", "activation", "gated", "residual")
 EPILOGUES: dict[str, tuple[str, ...]] = {
     "gemv": _WHOLE, "tiles": _WHOLE, "scaled_gemm": ("centred", "activation", "residual"),
     "hopper_swap": _WHOLE, "hopper_rows": _WHOLE, "library": (*_WHOLE, "bare"),
-    "reference": (*_WHOLE, "bare"),
+    "two_streams": _WHOLE, "reference": (*_WHOLE, "bare"),
 }  # fmt: skip
 """What each form can do to the scaled product beside a bias (``Problem.epilogue``); "bare" is to
 do without a norm."""
@@ -27,16 +30,18 @@ do without a norm."""
 class Plan:
     """How one norm_linear problem is run.
 
-    ``strategy`` is what is done, ``form`` the kernel family
-    that does it: "gemv", "tiles", "hopper_swap", "hopper_rows" (single pass), "tiles",
-    "hopper_rows" or "scaled_gemm" (stats_then_gemm), "library" (unfused: the norm kernel, then the
-    library's matmul), "reference" (plain torch). Blocks count elements: ``block_m`` rows of x,
-    ``block_n`` output features, ``block_k`` hidden features a step. ``squares`` says how the tiles
-    get the sum of squares: "own", "shared" or "given" (kernels/tiles.py), "own", "registers" or
-    "given" (kernels/hopper_rows.py). ``max_registers`` caps the registers of a thread (0: no cap);
-    half of the register file lets two programs share a multiprocessor. ``in_flight`` is how many
-    matrix instructions hopper_swap leaves running when it gives a slot back: 0 or 1; ``split_k``
-    how many programs share K.
+    ``strategy`` is what is done, ``form`` the kernel family that does it: "gemv", "tiles",
+    "hopper_swap", "hopper_rows" (single pass), "tiles", "hopper_rows" or "scaled_gemm"
+    (stats_then_gemm), "library" (unfused: the norm kernel, then the library's matmul),
+    "two_streams" (overlap: the library's matmul of the raw x beside the statistics, then the
+    scale), "reference" (plain torch). Blocks count elements: ``block_m`` rows of x, ``block_n``
+    output features, ``block_k`` hidden features a step. ``squares`` says how the tiles get the sum
+    of squares: "own", "shared" or "given" (kernels/tiles.py), "own", "registers" or "given"
+    (kernels/hopper_rows.py). ``max_registers`` caps the registers of a thread (0: no cap); half of
+    the register file lets two programs share a multiprocessor. ``in_flight`` is how many matrix
+    instructions hopper_swap leaves running when it gives a slot back: 0 or 1; ``split_k`` how many
+    programs share K. ``product`` is what two_streams keeps of the matmul before the scale: "fp32",
+    or "stored", x's dtype.
     """
 
     strategy: str
@@ -51,12 +56,15 @@ class Plan:
     max_registers: int = 0
     in_flight: int = 0
     split_k: int = 1
+    product: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES or self.form not in FORMS:
             raise ValueError(
                 f"plan {self.strategy!r}/{self.form!r}: strategies are {STRATEGIES}, forms {FORMS}"
             )
+        if self.product not in ("fp32", "stored"):
+            raise ValueError(f"product is {self.product!r}; it must be fp32 or stored")
         if self.squares not in ("own", "shared", "given", "registers"):
             raise ValueError(
                 f"squares is {self.squares!r}; it must be own, shared, given or registers"
@@ -76,8 +84,11 @@ class Plan:
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON-ready fields, without those that its form does not read."""
         fields = asdict(self)
-        if self.form in ("library", "reference"):
+        if self.form == "two_streams":
+            return {key: fields[key] for key in ("strategy", "form", "product")}
+        if self.form in WITHOUT_BLOCKS:
             return {key: fields[key] for key in ("strategy", "form")}
+        del fields["product"]
         if self.form not in ("tiles", "hopper_rows"):
             del fields["squares"]
         if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
@@ -151,6 +162,8 @@ MIN_CAPABILITY = 80
 
 TORCH = Plan("torch", "reference")
 UNFUSED = Plan("unfused", "library")
+OVERLAP = Plan("overlap", "two_streams")
+OVERLAP_STORED = Plan("overlap", "two_streams", product="stored")
 
 
 def bucket(m: int) -> int:
@@ -392,6 +405,8 @@ def other_plans() -> tuple[Plan, ...]:
         Plan("stats_then_gemm", "scaled_gemm", 128, 256, 64, 8, 4),
         Plan("single_pass", "hopper_swap", 16, 64, 128, 4, 3, max_registers=128, split_k=3),
         Plan("single_pass", "hopper_rows", 128, 256, 64, 4, 4, squares="registers"),
+        OVERLAP,
+        OVERLAP_STORED,
     )
 
 
@@ -407,5 +422,6 @@ def interpretable_plans() -> tuple[Plan, ...]:
         Plan("single_pass", "gemv", 1, 16, 64, num_stages=1),
         Plan("single_pass", "gemv", 4, 16, 64, num_stages=1),
         Plan("single_pass", "gemv", 2, 8, 32, num_stages=1),
-        Plan("unfused", "library"),
+        UNFUSED,
+        OVERLAP,
     )

@@ -10,7 +10,7 @@ import torch
 from conftest import HAS_GPU
 
 from flashnorm_triton import plans, runtime
-from flashnorm_triton.plans import Plan, Problem
+from flashnorm_triton.plans import WITHOUT_BLOCKS, Plan, Problem
 
 GLUON = ("hopper_swap", "hopper_rows")
 DESCRIPTORS = (*GLUON, "scaled_gemm")
@@ -35,7 +35,9 @@ UNSHIPPED = [(Problem("bfloat16", 256, 3072, 2048), plan) for plan in plans.othe
 
 
 def plan_name(plan: Plan) -> str:
-    if plan.form in ("library", "reference"):
+    if plan.form == "two_streams":
+        return f"overlap-{plan.product}"
+    if plan.form in WITHOUT_BLOCKS:
         return plan.form
     squares = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
@@ -53,8 +55,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def takes_gain(plan: Plan, dtype: torch.dtype) -> bool:
-    """Descriptor forms feed x to the matrix instruction as it is; fp16 tiles could overflow."""
-    return plan.form not in DESCRIPTORS and not (plan.form == "tiles" and dtype == torch.float16)
+    """Descriptor forms and overlap multiply x as it is; fp16 tiles could overflow."""
+    raw = (*DESCRIPTORS, "two_streams")
+    return plan.form not in raw and not (plan.form == "tiles" and dtype == torch.float16)
 
 
 def takes_dtype(plan: Plan, dtype: torch.dtype) -> bool:

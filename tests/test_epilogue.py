@@ -349,7 +349,7 @@ def served(plan: Plan, parts: dict[str, Any]) -> bool:
     """Whether a form is meant to take these parts; what it refuses is another test's."""
     if plan.form == "scaled_gemm" and (parts.get("gated") or parts.get("gain")):
         return False
-    if plan.form == "tiles" and parts.get("gain"):
+    if plan.form in ("tiles", "two_streams") and parts.get("gain"):
         return False  # not in fp16, and not with a mean
     return not (plan.form == "tiles" and plan.squares != "given" and parts.get("centred"))
 

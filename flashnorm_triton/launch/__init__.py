@@ -20,12 +20,13 @@ from flashnorm_triton.launch.common import Geometry, Run
 from flashnorm_triton.launch.heads import Entry, HeadNorm
 from flashnorm_triton.launch.hopper import HopperRows, HopperSwap
 from flashnorm_triton.launch.norms import Finish, RmsNorm, RowStats
+from flashnorm_triton.launch.overlap import Overlap, ScaleRows
 from flashnorm_triton.launch.portable import Gemv, ScaledGemm, Tiles, Unfused
 from flashnorm_triton.plans import Plan, Problem, other_plans, shipped_plans
 
 __all__ = [
     "FAMILIES", "Entry", "Finish", "Geometry", "HeadNorm", "Kernel", "RmsNorm", "RowStats", "Run",
-    "compile_units", "unit_name",
+    "ScaleRows", "compile_units", "unit_name",
 ]  # fmt: skip
 
 FAMILIES: dict[str, Any] = {
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Any] = {
     "hopper_swap": HopperSwap,
     "hopper_rows": HopperRows,
     "library": Unfused,
+    "two_streams": Overlap,
 }
 
 
@@ -42,6 +44,8 @@ def unit_name(plan: Plan, problem: Problem) -> str:
     """A readable name for one compiled configuration."""
     flags = ("-bias" if problem.has_bias else "") + ("-gain" if problem.has_gain else "")
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
+    if plan.form == "two_streams":
+        blocks = plan.product
     flags += f"-{problem.epilogue}" if problem.epilogue else ""
     own = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
     tuned = f"w{plan.num_warps}s{plan.num_stages}"
@@ -70,7 +74,10 @@ def compile_units() -> Iterator[CompileUnit]:
             family = HeadNorm(named[: None if k else 16], 4096, 4096, k, gains, torch.device("cpu"))
             yield family.unit(f"heads-{dtype}-{k or 'scaled'}", dtype)
     others = [
-        (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
+        (Problem(d, 512, 3072, 2048), p)
+        for p in other_plans()
+        for d in ("bfloat16", "float16")
+        if d == "bfloat16" or p.product == "fp32"
     ]
     for problem, plan in [*shipped_plans(), *others, *_with_epilogues()]:
         # Several rows with a gain hold all the code of those without; the halves are alike in it.
@@ -78,7 +85,9 @@ def compile_units() -> Iterator[CompileUnit]:
         if plan.form == "gemv" and plan.block_m > 1 and same:
             continue
         family = FAMILIES[plan.form](plan, problem, problem.k)
-        if not isinstance(family, Unfused):
+        if isinstance(family, Overlap):
+            yield family.scale.unit(unit_name(plan, problem))
+        elif not isinstance(family, Unfused):
             name = unit_name(plan, problem)
             yield family.kernel.unit(name, problem.dtype, family.targets)
 
@@ -97,3 +106,5 @@ def _with_epilogues() -> Iterator[tuple[Problem, Plan]]:
             yield (whole if plan.squares == "given" else own), plan
         elif plan.form == "scaled_gemm":
             yield replace(whole, gated=False), plan
+        elif plan.form == "two_streams":
+            yield whole, plan

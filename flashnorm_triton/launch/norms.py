@@ -27,14 +27,25 @@ class RowStats:
     def bind(
         self, geometry: Geometry, eps: float
     ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-        m, stride, _, device = geometry
-        kernel, grid, centred = self.kernel, (m, 1, 1), self.centred
+        m, centred, into = geometry.m, self.centred, self.into(geometry, eps)
 
         def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
             s = torch.empty(m, dtype=torch.float32, device=x.device)
             mean = torch.empty_like(s) if centred else None
-            kernel(grid, device, x, s, mean, stride, eps)
+            into(x, s, mean)
             return s, mean
+
+        return run
+
+    def into(
+        self, geometry: Geometry, eps: float
+    ) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+        """The launch alone, into memory that the caller owns: into(x, s, mean)."""
+        m, stride, _, device = geometry
+        kernel, grid = self.kernel, (m, 1, 1)
+
+        def run(x: Tensor, s: Tensor, mean: Tensor | None) -> None:
+            kernel(grid, device, x, s, mean, stride, eps)
 
         return run
 

@@ -137,7 +137,9 @@ def compile_plan(job: Job) -> list[Any]:
                 z = x.new_empty(problem.m, problem.n)
                 family.finish.bind(geometry)(z, _more(problem, x)[1])
         else:
-            family.bind(geometry, 1e-6)(x, w, bias, gain, *_more(problem, x))
+            # On a CPU the library would take its time with sizes like these.
+            bind = getattr(family, "alone", family.bind)
+            bind(geometry, 1e-6)(x, w, bias, gain, *_more(problem, x))
     return collected
 
 

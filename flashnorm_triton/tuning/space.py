@@ -18,11 +18,23 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from flashnorm_triton import limits
-from flashnorm_triton.plans import UNFUSED, Device, Plan, Problem, bucket, choose
+from flashnorm_triton.plans import (
+    OVERLAP,
+    OVERLAP_STORED,
+    UNFUSED,
+    WITHOUT_BLOCKS,
+    Device,
+    Plan,
+    Problem,
+    bucket,
+    choose,
+)
 
 EFFORTS = {"quick": 14, "full": 40}
 """Most candidates of one cell, the unfused pair and the heuristic's plan included."""
 
+# With fewer rows the matmul ends too soon for anything to be hidden beside it.
+_OVERLAP_ROWS = 128
 # Registers of a thread that accumulators may take: beyond it, they spill or run alone.
 _MOST_ACCUMULATORS = 168
 # A GEMV without stages is unrolled over K: this many copies of its body at most.
@@ -116,6 +128,8 @@ def candidates(problem: Problem, device: Device, effort: str = "quick") -> tuple
 def _listed(problem: Problem, device: Device) -> Iterable[Plan]:
     """The lists that concern a problem, one after the other, without regard to fit."""
     rows = bucket(problem.m)
+    if rows >= _OVERLAP_ROWS:
+        yield from (OVERLAP_STORED, OVERLAP)
     gemv = _GEMV_FOLDED if rows == 1 and problem.epilogue else _GEMV.get(rows, ())
     for n, k, warps, stages in gemv:
         yield Plan("single_pass", "gemv", rows, n, k, warps, stages)
@@ -171,6 +185,8 @@ def _portable(rows: int, device: Device) -> Iterable[Plan]:
 
 def _neighbours(plan: Plan) -> Iterable[Plan]:
     """The plan with one parameter moved a step, where that is a plan at all."""
+    if plan.form in WITHOUT_BLOCKS:
+        return
     moves = [{"num_stages": plan.num_stages + 1}, {"num_stages": plan.num_stages - 1}]
     if plan.form == "hopper_swap":
         moves.append({"in_flight": 1 - plan.in_flight})
@@ -187,6 +203,8 @@ def _neighbours(plan: Plan) -> Iterable[Plan]:
 
 def _sensible(plan: Plan, problem: Problem, device: Device) -> bool:
     """Whether a plan is worth a compile: no accumulators that spill, no block beyond the matrix."""
+    if plan.form in WITHOUT_BLOCKS:
+        return limits.unfit(plan, problem, device) is None
     accumulators = limits.accumulators(plan, problem.gated)
     if accumulators > _MOST_ACCUMULATORS:
         return False

@@ -28,7 +28,7 @@ import torch
 
 from flashnorm_triton import plans, results, tables
 from flashnorm_triton.limits import shared_limit
-from flashnorm_triton.plans import UNFUSED, Plan, Problem
+from flashnorm_triton.plans import UNFUSED, WITHOUT_BLOCKS, Plan, Problem
 from flashnorm_triton.tables import Entry, Key, Run
 from flashnorm_triton.tuning import measure, space, validate
 from flashnorm_triton.tuning.build import Built, Job
@@ -135,9 +135,9 @@ def name_of(problem: Problem) -> str:
 
 def plan_text(plan: Plan) -> str:
     """A plan in a few words: ``hopper_swap 16x64x128 w4 s3 in_flight=1``."""
-    if plan == UNFUSED:
-        return "unfused"
     fields = plan.as_dict()
+    if plan.form in WITHOUT_BLOCKS:
+        return plan.strategy + (" product=stored" if plan.product == "stored" else "")
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
     words = [plan.form, blocks, f"w{plan.num_warps}", f"s{plan.num_stages}"]
     defaults = Plan(plan.strategy, plan.form).as_dict()
