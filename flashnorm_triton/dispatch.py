@@ -6,7 +6,6 @@ In eager decoding the key of a kept call and the launch are the whole host cost 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashnorm_triton import block_reference, launch, plans, reference, runtime, tables
+from flashnorm_triton import block_reference, fallback, launch, plans, reference, runtime, tables
 from flashnorm_triton.checks import (
     check_epilogue,
     check_linear,
@@ -173,8 +172,9 @@ def _first_call(key: tuple, call: Call, plan: Plan | None) -> Tensor:
 
     Unless a plan was asked for by name, one that cannot be built or launched here (a table's plan
     under another Triton, a compiler's fault) gives way to the heuristic's and then to the unfused
-    pair, with one warning; running out of memory is the caller's affair.
+    pair, with one warning a reason; running out of memory is the caller's affair.
     """
+    told: tuple[Plan, str] | None = None
     for candidate in (plan,) if plan is not None else _candidates(call):
         try:
             run = _prepare(call, candidate)
@@ -185,18 +185,24 @@ def _first_call(key: tuple, call: Call, plan: Plan | None) -> Tensor:
             if plan is not None or candidate == plans.TORCH:
                 raise
             _failed.add(_failure(candidate, call))
-            reason = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-            n, k = call.weight.shape
-            warnings.warn(
-                f"flashnorm_triton: plan {candidate.strategy}/{candidate.form} failed for K = "
-                f"{k}, N = {n} ({type(error).__name__}: {reason}); falling back",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            told = told or (candidate, fallback.reason_of(error))
         else:
             _keep(key, run)
+            if told is not None:
+                _tell(call, *told, candidate)
             return y
     raise AssertionError("the torch plan neither ran nor raised")
+
+
+def _tell(call: Call, failed: Plan, reason: str, instead: Plan) -> None:
+    """One warning a reason, whatever the number of layers that meet it."""
+    n, k = call.weight.shape
+    fallback.warn_once(
+        reason,
+        f"plan {failed.strategy}/{failed.form} failed for K = {k}, N = {n} ({reason}); running "
+        f"{instead.strategy}/{instead.form} instead, and elsewhere too where it fails so",
+        stacklevel=5,
+    )
 
 
 def _failure(plan: Plan, call: Call) -> tuple:
@@ -210,6 +216,7 @@ def forget_plans() -> None:
     """Choose plans anew at the next calls: after tuning, or when tables were changed."""
     _ready.clear()
     _failed.clear()
+    fallback.forget()
 
 
 def _keep(key: tuple, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -241,7 +248,7 @@ def _prepare(call: Call, plan: Plan) -> Callable[..., Tensor]:
     family = _family(plan, call, matrix)
     run = family.bind(geometry, eps)
     dense = all(map(_is_dense, (x, bias, gain, row_sums, residual)))
-    return _on_device(run if dense else _dense(run), x)
+    return on_device(run if dense else _dense(run), x)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -261,8 +268,8 @@ def _is_dense(tensor: Tensor | None) -> bool:
 def _candidates(call: Call) -> Iterator[Plan]:
     """The plans to try for a call, the best first; plain torch is the last resort."""
     x = call.x
-    if x.is_cuda and x.numel() and call.weight.shape[0]:
-        reason = runtime.triton_unavailable()
+    if fallback.has_kernels(x) and x.numel() and call.weight.shape[0]:
+        reason = fallback.unavailable(x)
         if reason is None:
             problem = call.problem(_matrix(x))
             index = x.get_device()
@@ -272,7 +279,7 @@ def _candidates(call: Call) -> Iterator[Plan]:
                 if _failure(plan, call) not in _failed:
                     yield plan
         else:
-            warnings.warn(f"flashnorm_triton uses plain torch: {reason}", stacklevel=5)
+            fallback.warn_once(reason, f"running plain torch: {reason}", stacklevel=5)
     yield plans.TORCH
 
 
@@ -310,19 +317,19 @@ def _dense(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return copied
 
 
-def _on_device(run: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
+def on_device(run: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
     """``run`` on x's device, whatever the current one."""
     if not x.is_cuda:
         return run
     index, current = x.get_device(), torch._C._cuda_getDevice
 
-    def on_device(*operands: Tensor | None) -> Tensor:
+    def there(*operands: Any) -> Tensor:
         if current() == index:
             return run(*operands)
         with torch.cuda.device(index):
             return run(*operands)
 
-    return on_device
+    return there
 
 
 def rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
@@ -339,15 +346,30 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
     run = _ready.get(key)
     if run is None:
         check_rms_norm(x, eps, gain)
-        run = _keep(key, _prepare_rms_norm(x, eps, gain))
+        y, run = fallback.first_call(
+            f"the rms_norm kernel for K = {x.shape[-1]}",
+            lambda: _prepare_rms_norm(x, eps, gain),
+            _rms_norm_in_torch(eps),
+            x,
+            gain,
+        )
+        _keep(key, run)
+        return y
     return run(x, gain)
+
+
+def _rms_norm_in_torch(eps: float) -> Callable[..., Tensor]:
+    return lambda x, gain: reference.rms_norm(x, eps, gain).contiguous()
 
 
 def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..., Tensor]:
     eps = float(eps)  # as in _prepare
-    on_gpu = x.is_cuda and x.dtype != torch.float64 and runtime.triton_available()
-    if not on_gpu or x.numel() == 0:
-        return lambda x, gain: reference.rms_norm(x, eps, gain).contiguous()
+    on_gpu = fallback.has_kernels(x) and x.dtype != torch.float64 and x.numel()
+    if not on_gpu:
+        return _rms_norm_in_torch(eps)
+    if reason := fallback.unavailable(x):
+        fallback.warn_once(reason, f"running plain torch: {reason}", stacklevel=6)
+        return _rms_norm_in_torch(eps)
     matrix = _matrix(x)
     stride, dense_gain = matrix.stride(0), _contiguous(gain)
     key = (
@@ -365,8 +387,8 @@ def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..
     geometry = launch.Geometry(matrix.shape[0], stride, x.shape[:-1], x.get_device())
     norm = family.bind(geometry, eps)
     if x.is_contiguous() and _is_dense(gain):
-        return _on_device(norm, x)
-    return _on_device(lambda x, gain: norm(_matrix(x), _contiguous(gain)), x)
+        return on_device(norm, x)
+    return on_device(lambda x, gain: norm(_matrix(x), _contiguous(gain)), x)
 
 
 def check_forced(plan: Plan, call: Call) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashnorm_triton import runtime
+from flashnorm_triton import fallback
+from flashnorm_triton.dispatch import on_device
 from flashnorm_triton.launch.common import Geometry
 from flashnorm_triton.launch.heads import GAINS, WIDEST, Entry, HeadNorm
 from flashnorm_triton.ops import plain_eager
@@ -70,7 +71,7 @@ class HeadNorms:
         self, heads: tuple[Heads, ...], eps: tuple[float, ...], one_plus: tuple[bool, ...]
     ) -> None:
         self.heads, self.eps, self.one_plus = heads, eps, one_plus
-        self._ready: dict[tuple, Callable[..., Tensor] | None] = {}
+        self._ready: dict[tuple, Callable[..., Tensor]] = {}
         self._kernels: dict[tuple, HeadNorm] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,10 +97,8 @@ class HeadNorms:
             then come twice, all heads for the first norm and then all for the second.
         """
         # Interpreted kernels are for tests of the kernel itself: they take seconds.
-        if z.is_cuda and plain_eager(z, x, *gains) and runtime.triton_unavailable() is None:
-            run = self._launcher(z, gains, x, x_eps)
-            if run is not None:
-                return run(z, x, gains)
+        if fallback.has_kernels(z) and plain_eager(z, x, *gains):
+            return self._launched(z, gains, x, x_eps)
         return self.in_torch(z, gains, x, x_eps)
 
     def in_torch(
@@ -168,9 +167,10 @@ class HeadNorms:
                     column += part.width
             target += group.columns_out
 
-    def _launcher(
+    def _launched(
         self, z: Tensor, gains: tuple[Tensor | None, ...], x: Tensor | None, x_eps: float
-    ) -> Callable[..., Tensor] | None:
+    ) -> Tensor:
+        """The kernel's result; torch's where the kernel does not serve a call, or fails."""
         key = (
             z.shape,
             z.dtype,
@@ -181,11 +181,24 @@ class HeadNorms:
             None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() & 15),
             *(None if g is None else (g.dtype, g.stride(), g.data_ptr() & 15) for g in gains),
         )
-        if key not in self._ready:
-            if len(self._ready) >= _READY_MOST:
-                self._ready.clear()
-            self._ready[key] = self._prepare(z, gains, x, x_eps)
-        return self._ready[key]
+        run = self._ready.get(key)
+        if run is not None:
+            return run(z, x, gains)
+
+        def in_torch(z: Tensor, x: Tensor | None, gains: tuple[Tensor | None, ...]) -> Tensor:
+            return self.in_torch(z, gains, x, x_eps)
+
+        def prepare() -> Callable[..., Tensor]:
+            if reason := fallback.unavailable(z):
+                fallback.warn_once(reason, f"running plain torch: {reason}", stacklevel=5)
+                return in_torch
+            return self._prepare(z, gains, x, x_eps) or in_torch
+
+        y, run = fallback.first_call("the kernel of head norms", prepare, in_torch, z, x, gains)
+        if len(self._ready) >= _READY_MOST:
+            self._ready.clear()
+        self._ready[key] = run
+        return y
 
     def _prepare(
         self, z: Tensor, gains: tuple[Tensor | None, ...], x: Tensor | None, x_eps: float
@@ -226,4 +239,4 @@ class HeadNorms:
             taken = tuple(gains[i] for i in places)
             return run(z, x, taken + (None,) * (GAINS - len(taken)))
 
-        return launch
+        return on_device(launch, z)

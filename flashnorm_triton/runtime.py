@@ -45,6 +45,15 @@ def triton_unavailable() -> str | None:
     return None
 
 
+def too_old(index: int) -> str | None:
+    """Why CUDA device ``index``, one among newer ones, has no kernels; None if it has."""
+    facts = device_facts(index)
+    if facts.backend != "cuda" or facts.capability >= MIN_CAPABILITY:
+        return None
+    major, minor = divmod(facts.capability, 10)
+    return f"compute capability {major}.{minor} of GPU {index} is below 8.0"
+
+
 def triton_available() -> bool:
     """Whether Triton kernels can be built and run on this machine's GPU."""
     return triton_unavailable() is None

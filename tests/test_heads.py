@@ -155,3 +155,16 @@ def test_a_call_on_a_gpu_is_the_kernel(device: torch.device) -> None:
     y.fill_(float("nan"))
     graph.replay()
     assert torch.equal(y, _by_kernel(norms, z, gains, x))
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_not_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.cuda.set_device(0)
+    norms, (z, gains), x = _case("q, k, v", 7, torch.bfloat16, "cuda:1")
+    y = norms(z, gains, x, X_EPS)
+    assert y.device == z.device and torch.cuda.current_device() == 0
+    here = [None if gain is None else gain.to("cuda:0") for gain in gains]
+    expected = norms(z.to("cuda:0"), tuple(here), x.to("cuda:0"), X_EPS)
+    assert torch.equal(y.to("cuda:0"), expected)

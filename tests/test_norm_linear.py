@@ -23,7 +23,7 @@ from numerics import (
 from torch import Tensor
 
 import flashnorm_triton
-from flashnorm_triton import dispatch, plans, runtime
+from flashnorm_triton import dispatch, fallback, plans, runtime
 from flashnorm_triton.ops import norm_linear, rms_norm
 
 HALF = (torch.bfloat16, torch.float16)
@@ -232,8 +232,9 @@ def test_public_names():
 def test_without_triton_it_warns_once_and_uses_torch(monkeypatch, device):
     monkeypatch.setattr(dispatch, "_ready", {})
     monkeypatch.setattr(runtime, "triton_unavailable", lambda: "no C compiler (apt install gcc)")
+    monkeypatch.setattr(fallback, "_told", set())
     case = make_case(65, 40, 72, torch.bfloat16, device, bias=True)
-    with pytest.warns(UserWarning, match=r"plain torch: no C compiler \(apt install gcc\)"):
+    with pytest.warns(RuntimeWarning, match=r"plain torch: no C compiler \(apt install gcc\)"):
         y = norm_linear(*case)
     assert_right(y, case)
     assert torch.equal(norm_linear(*case), y)
