@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from flashnorm_triton import dispatch, reference
+from flashnorm_triton import dispatch, reference, transforms
 from flashnorm_triton.checks import check_rms_norm
 from flashnorm_triton.dispatch import PLAIN, Call, Epilogue, forget_plans
 from flashnorm_triton.plans import Plan
+from flashnorm_triton.transforms import differentiated
 
 __all__ = ["forget_plans", "norm_linear", "rms_norm"]
 
@@ -81,7 +82,7 @@ def norm_linear(
         return dispatch.norm_linear(x, weight, eps, bias, gain, more)
     if _autocasting(x):
         return _under_autocast(Call(x, weight, eps, bias, gain, more or PLAIN))
-    if _forward_mode():
+    if differentiated():
         call = Call(x, weight, eps, bias, gain, more or PLAIN)
         call.check()
         return call.in_torch()
@@ -108,7 +109,7 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
     """
     if _eager() and _plain(x, gain):
         return dispatch.rms_norm(x, eps, gain)
-    if _forward_mode():
+    if differentiated():
         check_rms_norm(x, eps, gain)
         return reference.rms_norm(x, eps, gain)
     return torch.ops.flashnorm.rms_norm(x, eps, gain)
@@ -127,11 +128,6 @@ def _autocasting(x: Tensor) -> bool:
     """Whether torch.autocast is on for x's device."""
     kind = x.device.type
     return kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
-
-
-def _forward_mode() -> bool:
-    """Whether forward-mode gradients may be wanted: registered operations would drop them."""
-    return not _is_compiling() and forward_ad._current_level >= 0
 
 
 def _eager() -> bool:
@@ -266,3 +262,5 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "flashnorm::rms_norm", _backward_rms_norm, setup_context=_save_rms_norm, lib=_library
 )
+torch.library.register_vmap("flashnorm::norm_linear", transforms.batched_norm_linear, lib=_library)
+torch.library.register_vmap("flashnorm::rms_norm", transforms.batched_rms_norm, lib=_library)

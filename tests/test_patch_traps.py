@@ -181,7 +181,7 @@ def test_weights_swapped_behind_the_modules_backs(how: str, head: bool) -> None:
                 rtol=1e-5,
                 atol=1e-4,
             )
-    with pytest.raises(RuntimeError, match=r"norm: a weight after it .* fold=False"):
+    with pytest.raises(RuntimeError, match=r"norm: its weight or one after it .* fold=False"):
         _swapped(folded.eval(), how, x)
 
 

@@ -20,6 +20,7 @@ from flashnorm_triton.models.placement import own_attributes
 from flashnorm_triton.models.source import NormSource
 from flashnorm_triton.models.weights import PackedWeights, is_transposed, sizes
 from flashnorm_triton.ops import norm_linear
+from flashnorm_triton.transforms import transformed
 
 
 def apply_folded(
@@ -66,8 +67,8 @@ def refuse_to_learn(site: PackedWeights) -> None:
 def refuse_others(site: PackedWeights) -> None:
     """Raise RuntimeError: the parameters by name are not the folded weights any more."""
     raise RuntimeError(
-        f"{site.source.name}: a weight after it has been given other memory "
-        "(functional_call, sharding, .data = ...), which its folded gain is not in. Call "
+        f"{site.source.name}: its weight or one after it has been given other memory "
+        "(functional_call, sharding, .data = ...), which the folded weights know nothing of. Call "
         "handle.revert() first and patch(model, fold=False), which computes with such weights"
     )
 
@@ -107,7 +108,7 @@ class FusedNormLinear(nn.Module):
         if site.folded:
             if self.training:
                 refuse_to_learn(site)
-            if scattered:
+            if scattered or site.source.swapped:
                 refuse_others(site)
             return apply_folded(hidden_states, site.source, weight, buffers)
         bias = buffers["packed_bias"]
@@ -137,7 +138,7 @@ class FusedNormLinear(nn.Module):
         ]
         if key == "weight" and is_transposed(self.site.linears[0]):
             parts = [part.T for part in parts]
-        if scattered or torch.compiler.is_compiling():
+        if scattered or torch.compiler.is_compiling() or transformed():
             return torch.cat(parts)
         return _Joined.apply(packed, rows, *parts)
 
@@ -147,11 +148,13 @@ class FusedNormLinear(nn.Module):
             super()._apply(fn, recurse)
         finally:
             self._buffers = buffers
+        self.site.source.recognise()
         self._seen = self.site.apply(self._seen, fn)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
+        self.site.source.recognise()
         self.site.norm_loaded()
 
     def extra_repr(self) -> str:

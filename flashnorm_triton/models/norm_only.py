@@ -7,6 +7,7 @@ A LayerNorm is one launch in torch already and stays.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from flashnorm_triton.models.installers import Installer, Options
 from flashnorm_triton.models.placement import HOOK_ATTRIBUTES, only_moves_inputs
 from flashnorm_triton.models.report import SiteReport
 from flashnorm_triton.ops import rms_norm
+from flashnorm_triton.transforms import transformed
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -97,6 +99,8 @@ class NormOnly(nn.Module):
         kept = self._kept_gain
         if not self.site.folded or torch.compiler.is_compiling() or type(weight) not in _PLAIN:
             return effective_gain(weight, "1+w")
+        if transformed():
+            return effective_gain(weight, "1+w")  # a tensor of torch.func's, without memory
         if weight.requires_grad and torch.is_grad_enabled():
             return effective_gain(weight, "1+w")
         if kept is not None and kept.is_of(weight):
@@ -121,10 +125,14 @@ class _KeptGain:
 
     def __init__(self, weight: Tensor, gain: Tensor) -> None:
         self.gain = gain
+        # The object too: memory that was freed comes back with other tensors in it.
+        self._weight = weakref.ref(weight)
         self._state = self._of(weight)
 
     def is_of(self, weight: Tensor) -> bool:
-        return not weight.is_inference() and self._state == self._of(weight)
+        if weight is not self._weight() or weight.is_inference():
+            return False
+        return self._state == self._of(weight)
 
     @staticmethod
     def _of(weight: Tensor) -> tuple[int, int, torch.dtype, torch.device]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from flashnorm_triton.models.adapters import AskedBy
 from flashnorm_triton.models.fused import (
@@ -43,7 +44,13 @@ class PassedThrough(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
+        self.site.source.recognise()
         self.site.norm_loaded()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassedThrough:
+        super()._apply(fn, recurse)
+        self.site.source.recognise()
+        return self
 
     def extra_repr(self) -> str:
         """Class of the norm and who does its work, for ``print(model)``."""
@@ -66,7 +73,9 @@ class Normalising(Replacing):
     def forward(self, hidden_states: Tensor) -> Tensor:
         buffers, weights = self._buffers, self.weights
         weight = buffers["packed_weight"]
-        if not torch.compiler.is_compiling() and weights.scattered:
+        if not torch.compiler.is_compiling() and (
+            weights.scattered or (weights.folded and weights.source.swapped)
+        ):
             refuse_others(weights)
         if weights.folded:
             if self.training:
@@ -106,6 +115,9 @@ class GainedLinear(nn.Linear):
         source, weight = self.site.source, self.weight
         if source.kind == "rms":
             return apply_unfolded(hidden_states, source, weight, self.bias)
+        if not torch.compiler.is_compiling() and self.site.swapped(self.index):
+            x = source.normalise(widened(hidden_states, weight))
+            return functional.linear(x, weight, self.bias)
         if self.training and self.site.trainable and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{source.name}: the row sums of the weights that follow it are kept, which cannot "

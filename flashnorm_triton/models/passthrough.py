@@ -77,6 +77,7 @@ class PassthroughSite(Installer):
         self.source = NormSource(self.norm, report)
         self.parts: list[PackedWeights] = []
         self.derived: list[dict[str, Tensor | None]] = []
+        self._derived_from: dict[int, dict[str, nn.Parameter | None]] = {}
         foldable = options.fold and report.foldable
         if "hidden_states" in report.returned_as and not options.revertible:
             foldable = False  # the norm is still computed by itself at times: its gain must stay
@@ -131,6 +132,14 @@ class PassthroughSite(Installer):
             bias = move_bias(weight, source.shift().detach().to(weight), bias).to(weight.dtype)
         sums = row_sums(weight, source.gain(weight))
         self.derived[index].update(row_sums=sums, moved_bias=bias)
+        self._derived_from[index] = dict(linear._parameters)
+
+    def swapped(self, index: int) -> bool:
+        """Whether what is kept for linear ``index`` is of other parameters than it now has."""
+        if self.source.swapped:
+            return True
+        own = self._derived_from[index]
+        return any(self.linears[index]._parameters[key] is not own[key] for key in own)
 
     def norm_loaded(self) -> None:
         """The norm's parameters have changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class NormSource:
         self.convention = report.convention
         self.eps = 0.0 if report.eps is None else float(report.eps)
         self.parameters: dict[str, nn.Parameter | None] = dict(norm._parameters)
+        self.recognise()
         self._frozen: set[str] = set()
 
     @property
@@ -49,6 +51,16 @@ class NormSource:
     def shift(self) -> Tensor | None:
         """The bias (K,) that the norm adds after its gain."""
         return self.parameters.get("bias")
+
+    def recognise(self) -> None:
+        """Take the parameters that are there for the norm's own, after they have moved."""
+        self._own = tuple(self.parameters.values())
+
+    @property
+    def swapped(self) -> bool:
+        """Whether other parameters stand in for the norm's own (torch.func.functional_call)."""
+        # Every call of eager decoding asks: keep it short.
+        return not all(map(is_, self.parameters.values(), self._own))
 
     @property
     def learns(self) -> bool:
