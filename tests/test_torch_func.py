@@ -316,6 +316,16 @@ def test_gradients_by_sample_and_ensembles() -> None:
     _near([vmap(folded)(x)], [stock(x)])
 
 
+def test_folded_model_refuses_other_weights_in_a_compiled_graph() -> None:
+    model, x = Block().eval(), torch.randn(3, 12)
+    fn.patch(model, example_inputs=(x,))
+    other = {"norm.weight": torch.rand(12)}
+    torch.compiler.reset()
+    run = torch.compile(lambda w: functional_call(model, w, (x,)), backend="aot_eager")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="other memory"):
+        run(other)
+
+
 def _sites(model: nn.Module) -> list[Any]:
     from flashnorm_triton.models.installers import sites_of
 

@@ -108,7 +108,8 @@ class FusedNormLinear(nn.Module):
         if site.folded:
             if self.training:
                 refuse_to_learn(site)
-            if scattered or site.source.swapped:
+            # Export puts stand-ins of its own in the parameters' places.
+            if scattered or (site.source.swapped and not torch.compiler.is_exporting()):
                 refuse_others(site)
             return apply_folded(hidden_states, site.source, weight, buffers)
         bias = buffers["packed_bias"]
