@@ -103,6 +103,53 @@ def test_the_inputs_are_hard():
     assert torch.isfinite(in_fp16).all() and in_fp16.abs().max() > 1e3
 
 
+def test_the_rows_of_a_layer_norm_are_off_centre():
+    weight = torch.randn(8, 4096) / 64
+    problem = Problem("bfloat16", 32, 8, 4096, centred=True)
+    x = torch.cat(validate.make_case(problem, weight.bfloat16(), EPS).parts).double()
+    plain = x[0::3][x[0::3].abs().amax(1) > 0]
+    means = plain.mean(1) / plain.std(1)
+    assert 2 < means.abs().mean() < 4 and means.abs().std() > 0.5
+    assert (means > 1).any() and (means < -1).any()
+    other = Problem("bfloat16", 32, 8, 4096)
+    x = torch.cat(validate.make_case(other, weight.bfloat16(), EPS).parts).double()
+    assert (x[0::3].mean(1).abs() < 0.2).all()
+
+
+def centred(case: validate.Case, fault: str = ""):
+    """A LayerNorm and linear with the mean taken off after the product, in fp32; or nearly."""
+
+    def run(x):
+        wide = x.float()
+        mean = wide.mean(1, keepdim=True)
+        variance = (wide - mean).square().mean(1, keepdim=True)
+        if fault == "a mean of its own rounding":
+            mean = mean.to(x.dtype).float()
+        if fault == "the mean square for the variance":
+            variance = wide.square().mean(1, keepdim=True)
+        term = mean * case.epilogue["row_sums"]
+        term = {"no mean term": 0 * term, "the mean term added": -term}.get(fault, term)
+        y = (linear(wide, case.weight.float()) - term) * torch.rsqrt(variance + EPS)
+        return x.new_empty(y.shape).copy_(y)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["", "no mean term", "the mean term added", "a mean of its own rounding",
+     "the mean square for the variance"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_mean_that_is_not_taken_off_is_found(fault, dtype):
+    """K so large that the mean of a row of random values is nearly 0."""
+    problem = Problem(dtype, 16, 96, 3072, centred=True)
+    weight = (torch.randn(96, 3072) / 3072**0.5).to(getattr(torch, dtype))
+    case = validate.make_case(problem, weight, EPS)
+    reason = validate.check(case, centred(case, fault), launches=2).reason
+    assert "stock has" in reason if fault else reason is None
+
+
 def test_reference_rows_meet_every_block_of_rows():
     for count in (1, 64, 513, 8192):
         rows = validate._spread(count, torch.device("cpu"))

@@ -2,10 +2,10 @@
 
 1. *Values.* Relative Frobenius error and largest row-relative error against float64 are at most
    1.25 times those of the stock modules (norm, linear, and what follows, each rounded) on the same
-   inputs: plain rows, rows
-   with an outlier channel (×1e3), rows scaled by 1e-4…1e4 so that eps matters, a zero row; weights
-   whose columns carry random gains. Every tensor that the plan allocates is filled with NaN first,
-   so what it forgets to write, or reads before writing, shows.
+   inputs: plain rows, rows with an outlier channel (×1e3), rows scaled by 1e-4…1e4 so that eps
+   matters, a zero row, for a LayerNorm all of them far off centre; weights whose columns carry
+   random gains. Every tensor that the plan allocates is filled with NaN first, so what it forgets
+   to write, or reads before writing, shows.
 2. *Bits.* Repeated launches on the same inputs give the same bits while another stream keeps the
    GPU busy: a race (kernels/tiles.py: one loaded tile feeding an asynchronous instruction and
    registers) moves bits from launch to launch, and rarely shows on an idle GPU.
@@ -81,9 +81,17 @@ class Case:
     epilogue: dict[str, Any] = field(default_factory=dict)
 
 
-def make_rows(count: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Hard inputs (count, k): plain, outlier and scaled rows by turns, and one zero row."""
+def make_rows(
+    count: int, k: int, dtype: torch.dtype, device: torch.device, off_centre: bool = False
+) -> Tensor:
+    """Hard inputs (count, k): plain, outlier and scaled rows by turns, and one zero row.
+
+    ``off_centre``: every row has a mean of its own, 3 ± 1 standard deviations to either side.
+    """
     x = torch.randn(count, k, device=device)
+    if off_centre:
+        side = 1 - 2 * torch.randint(2, (count, 1), device=device)
+        x += side * (3 + torch.randn(count, 1, device=device))
     outliers = torch.arange(1, count, 3, device=device)
     x[outliers, torch.randint(k, outliers.shape, device=device)] *= 1e3
     scaled = torch.arange(2, count, 3, device=device)
@@ -157,7 +165,9 @@ def _inputs(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Rows for whole calls (at least ``least``), a gain or None, and which rows are compared."""
     least = min(least, _MOST_REFERENCE_ROWS)
-    x = make_rows(-(-least // problem.m) * problem.m, problem.k, dtype, device)
+    count = -(-least // problem.m) * problem.m
+    # Where rows have next to no mean, what takes it off does next to nothing, right or wrong.
+    x = make_rows(count, problem.k, dtype, device, off_centre=problem.centred)
     gain = (0.5 + torch.rand(problem.k, device=device)).to(dtype) if problem.has_gain else None
     return x, gain, _spread(len(x), device)
 
