@@ -3,7 +3,9 @@
 Question: how many microseconds of CPU time does a call of ``norm_linear`` take (cached plan, output
 and launch), against ``F.linear`` alone and against stock norm, then linear? Eager decoding is bound
 by this. Small inputs, so that the GPU keeps up and no launch waits for a full queue; the bursts of
-all callables alternate, and a figure is the median over bursts.
+all callables of all row counts alternate, for a CPU's clock moves by a third within seconds, and a
+figure is the median over bursts. Where the plan is the unfused pair, its second launch is F.linear
+itself, and the goal is for what is beside that.
 
     python bench/host.py [--out FILE] [--tokens ...] [--repeats R]
 
@@ -17,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,10 +36,11 @@ from flashnorm_triton.tuning import measure
 ROOT = Path(__file__).resolve().parents[1]
 GOAL_US = 12.0
 # Their plans differ: one row, some rows, many rows. All of them take the GPU a few microseconds.
-TOKENS = (1, 4, 16, 64, 128, 512)
+TOKENS = (1, 4, 16, 64, 128, 512, 2048)
 SHAPE = SHAPES[0]
 CALLS = 200
 OURS = "norm_linear"
+Key = TypeVar("Key")
 
 
 def inputs(m: int, k: int) -> Tensor:
@@ -61,19 +64,19 @@ def callables(x: Tensor, shape: Shape) -> dict[str, Callable[[], object]]:
 
 
 def bursts(
-    calls: Mapping[str, Callable[[], object]],
+    calls: Mapping[Key, Callable[[], object]],
     *,
     repeats: int,
     each: int = CALLS,
     synchronize: Callable[[], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, measure.Timing]:
+) -> dict[Key, measure.Timing]:
     """Host microseconds a call: ``repeats`` rounds in which every callable has one burst.
 
     The synchronisation between bursts is not counted; the first round is a warm-up and is dropped.
     """
     synchronize = synchronize or torch.cuda.synchronize
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[Key, list[float]] = {name: [] for name in calls}
     for number in range(repeats + 1):
         for name, call in calls.items():
             synchronize()
@@ -90,8 +93,12 @@ def bursts(
 def record_of(
     shape: Shape, m: int, plan: Mapping[str, object], timings: Mapping[str, measure.Timing]
 ) -> dict[str, Any]:
-    """One record: medians by name, ours with its quantiles, and whether it meets the goal."""
+    """One record: medians by name, ours with its quantiles, and whether it meets the goal.
+
+    ``goal_us`` is for ``host_us_own``: ours, less F.linear where the plan calls that.
+    """
     ours = timings[OURS]
+    own = ours.us - (timings["F.linear"].us if plan["form"] == "library" else 0.0)
     return {
         "call": OURS,
         "dtype": str(DTYPE).removeprefix("torch."),
@@ -102,8 +109,9 @@ def record_of(
         "host_us": {name: timing.us for name, timing in timings.items()},
         "host_us_q20": ours.us_q20,
         "host_us_q80": ours.us_q80,
+        "host_us_own": own,
         "goal_us": GOAL_US,
-        "goal_met": ours.us <= GOAL_US,
+        "goal_met": own <= GOAL_US,
     }
 
 
@@ -129,20 +137,30 @@ def run(args: argparse.Namespace) -> int:
     folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
     path = args.out or folder / "host.json"
     facts = runtime.device_facts(torch.cuda.current_device())
+    cells: dict[int, dict[str, Callable[[], object]]] = {}
+    failed: dict[int, str] = {}
+    for m in args.tokens:
+        try:
+            made = callables(inputs(m, SHAPE.k), SHAPE)
+            for call in made.values():
+                call()
+            cells[m] = made
+        except Exception as error:
+            failed[m] = f"{type(error).__name__}: {error}"[:2000]
+            log(f"M={m}: {failed[m]}")
+    calls = {(m, name): call for m, made in cells.items() for name, call in made.items()}
+    timings = bursts(calls, repeats=args.repeats, each=CALLS)
     records = []
     for m in args.tokens:
-        plan = plan_of(SHAPE, m, facts)
-        try:
-            calls = callables(inputs(m, SHAPE.k), SHAPE)
-            timings = bursts(calls, repeats=args.repeats, each=CALLS)
-            record = record_of(SHAPE, m, plan, timings)
-            log(f"M={m}: " + ", ".join(f"{k} {v:.2f} µs" for k, v in record["host_us"].items()))
-        except Exception as error:
+        if m in failed:
             record = {"call": OURS, "dtype": "bfloat16", "m": m, "n": SHAPE.n, "k": SHAPE.k}
-            record["error"] = f"{type(error).__name__}: {error}"[:2000]
-            log(f"M={m}: {record['error']}")
+            record["error"] = failed[m]
+        else:
+            of_m = {name: timings[m, name] for name in cells[m]}
+            record = record_of(SHAPE, m, plan_of(SHAPE, m, facts), of_m)
+            log(f"M={m}: " + ", ".join(f"{k} {v:.2f} µs" for k, v in record["host_us"].items()))
         records.append(record)
-        results.save(path, head, records)
+    results.save(path, head, records)
     print(table(records), flush=True)
     log(f"written: {path}")
     return 0 if all(record.get("goal_met") for record in records) else 1

@@ -6,6 +6,7 @@ In eager decoding the key of a kept call and the launch are the whole host cost 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,9 +25,11 @@ from flashnorm_triton.limits import unfit, unserved
 from flashnorm_triton.plans import Plan, Problem
 
 _READY_MOST = 4096
-_ready: dict[tuple, Callable[..., Tensor]] = {}
+# What runs a call, and the CUDA device that must be current for it: -1 where any will do.
+_ready: dict[tuple, tuple[Callable[..., Tensor], int]] = {}
 _families: dict[tuple, Any] = {}
 _failed: set[tuple] = set()
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
 
 class Epilogue(NamedTuple):
@@ -142,11 +145,14 @@ def norm_linear(
         None if gain is None else _traits(gain),
         None if more is None else _epilogue_traits(more),
     )
-    run = _ready.get(key)
-    if run is None:
+    ready = _ready.get(key)
+    if ready is None:
         call = Call(x, weight, eps, bias, gain, more or PLAIN)
         call.check()
         return _first_call(key, call, plan)
+    run, index = ready
+    if index >= 0 and index != _current_device():
+        run = _there(run, index)
     if more is None:
         return run(x, weight, bias, gain)
     return run(x, weight, bias, gain, more.row_sums, more.residual)
@@ -178,7 +184,8 @@ def _first_call(key: tuple, call: Call, plan: Plan | None) -> Tensor:
     for candidate in (plan,) if plan is not None else _candidates(call):
         try:
             run = _prepare(call, candidate)
-            y = run(*call.operands)
+            with _device_of(call.x):
+                y = run(*call.operands)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -187,7 +194,7 @@ def _first_call(key: tuple, call: Call, plan: Plan | None) -> Tensor:
             _failed.add(_failure(candidate, call))
             told = told or (candidate, fallback.reason_of(error))
         else:
-            _keep(key, run)
+            _keep(key, run, _index(call.x))
             if told is not None:
                 _tell(call, *told, candidate)
             return y
@@ -219,12 +226,11 @@ def forget_plans() -> None:
     fallback.forget()
 
 
-def _keep(key: tuple, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _keep(key: tuple, run: Callable[..., Tensor], index: int) -> None:
     # Keys hold exact shapes; prompts of ever new lengths must not fill the memory.
     if len(_ready) >= _READY_MOST:
         _ready.clear()
-    _ready[key] = run
-    return run
+    _ready[key] = run, index
 
 
 def _prepare(call: Call, plan: Plan) -> Callable[..., Tensor]:
@@ -248,7 +254,7 @@ def _prepare(call: Call, plan: Plan) -> Callable[..., Tensor]:
     family = _family(plan, call, matrix)
     run = family.bind(geometry, eps)
     dense = all(map(_is_dense, (x, bias, gain, row_sums, residual)))
-    return on_device(run if dense else _dense(run), x)
+    return run if dense else _dense(run)
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -317,14 +323,24 @@ def _dense(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return copied
 
 
+def _index(x: Tensor) -> int:
+    """The CUDA device that must be current for launches on x, or -1."""
+    return x.get_device() if x.is_cuda else -1
+
+
+def _device_of(x: Tensor) -> contextlib.AbstractContextManager:
+    """A block in which x's device is the current one."""
+    return torch.cuda.device(x.get_device()) if x.is_cuda else contextlib.nullcontext()
+
+
 def on_device(run: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
     """``run`` on x's device, whatever the current one."""
-    if not x.is_cuda:
-        return run
-    index, current = x.get_device(), torch._C._cuda_getDevice
+    return _there(run, x.get_device()) if x.is_cuda else run
 
+
+def _there(run: Callable[..., Tensor], index: int) -> Callable[..., Tensor]:
     def there(*operands: Any) -> Tensor:
-        if current() == index:
+        if _current_device() == index:
             return run(*operands)
         with torch.cuda.device(index):
             return run(*operands)
@@ -343,18 +359,22 @@ def rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Tensor:
         None if x.is_contiguous() else x.stride(),
         None if gain is None else _traits(gain),
     )
-    run = _ready.get(key)
-    if run is None:
+    ready = _ready.get(key)
+    if ready is None:
         check_rms_norm(x, eps, gain)
-        y, run = fallback.first_call(
-            f"the rms_norm kernel for K = {x.shape[-1]}",
-            lambda: _prepare_rms_norm(x, eps, gain),
-            _rms_norm_in_torch(eps),
-            x,
-            gain,
-        )
-        _keep(key, run)
+        with _device_of(x):
+            y, run = fallback.first_call(
+                f"the rms_norm kernel for K = {x.shape[-1]}",
+                lambda: _prepare_rms_norm(x, eps, gain),
+                _rms_norm_in_torch(eps),
+                x,
+                gain,
+            )
+        _keep(key, run, _index(x))
         return y
+    run, index = ready
+    if index >= 0 and index != _current_device():
+        run = _there(run, index)
     return run(x, gain)
 
 
@@ -383,12 +403,12 @@ def _prepare_rms_norm(x: Tensor, eps: float, gain: Tensor | None) -> Callable[..
     )
     family = _families.get(key)
     if family is None:
-        family = _families[key] = launch.RmsNorm(x.shape[-1], gain is not None)
+        family = _families[key] = launch.RmsNorm(x.shape[-1], gain is not None, x.dtype)
     geometry = launch.Geometry(matrix.shape[0], stride, x.shape[:-1], x.get_device())
     norm = family.bind(geometry, eps)
     if x.is_contiguous() and _is_dense(gain):
-        return on_device(norm, x)
-    return on_device(lambda x, gain: norm(_matrix(x), _contiguous(gain)), x)
+        return norm
+    return lambda x, gain: norm(_matrix(x), _contiguous(gain))
 
 
 def check_forced(plan: Plan, call: Call) -> None:

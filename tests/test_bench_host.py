@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ HEAD = {
 }  # fmt: skip
 SHAPE = Shape("tiny", 64, 48)
 PLAN = {"strategy": "single_pass", "form": "gemv"}
+
+
+true_bursts = host.bursts
 
 
 class Clock:
@@ -64,9 +68,9 @@ def test_every_callable_computes_what_it_stands_for():
     assert made["F.linear"].shape == made[host.OURS].shape == (3, SHAPE.n)
 
 
-def record(us: float, m: int = 1):
+def record(us: float, m: int = 1, plan=PLAN):
     return host.record_of(
-        SHAPE, m, PLAN, {host.OURS: measure.timing([us] * 3), "F.linear": measure.timing([6.0])}
+        SHAPE, m, plan, {host.OURS: measure.timing([us] * 3), "F.linear": measure.timing([6.0])}
     )
 
 
@@ -75,6 +79,33 @@ def test_the_goal_is_judged_by_the_median(us, met):
     made = record(us)
     results.validate(HEAD, [made])
     assert made["goal_met"] is met
+
+
+@pytest.mark.parametrize(("us", "met"), [(17.9, True), (18.1, False)])
+def test_the_librarys_matmul_is_not_the_plans_own(us, met):
+    made = record(us, 128, {"strategy": "unfused", "form": "library"})
+    assert made["goal_met"] is met and made["host_us"][host.OURS] == us
+    assert made["host_us_own"] == pytest.approx(us - 6.0)
+
+
+def test_the_cells_of_a_run_alternate(tmp_path, monkeypatch):
+    """No row count is measured at another time than the others."""
+    order: list[int] = []
+    monkeypatch.setattr(
+        host, "callables", lambda x, shape: {host.OURS: lambda: order.append(len(x))}
+    )
+    monkeypatch.setattr(host, "bursts", partial(true_bursts, synchronize=lambda: None))
+    monkeypatch.setattr(host, "inputs", lambda m, k: torch.zeros(m, 1))
+    monkeypatch.setattr(host, "CALLS", 2)
+    for name in ("copy_tb_s", "matmul_tflops"):
+        monkeypatch.setattr(host.measure, name, lambda: 4.0)
+    monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
+    monkeypatch.setattr(host, "plan_of", lambda *_: PLAN)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(host.runtime, "device_facts", lambda index: None)
+    path = str(tmp_path / "host.json")
+    host.run(host.parse(["--out", path, "--tokens", "1", "4", "--repeats", "2"]))
+    assert order == [1, 4] + [1, 1, 4, 4] * 3
 
 
 def test_a_record_without_numbers_is_refused():

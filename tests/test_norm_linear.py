@@ -337,14 +337,16 @@ def test_mixed_devices_after_a_good_call(field, other, device, monkeypatch):
         pytest.skip("x is on the CPU here: meta is the other device")
     case = good(device)
     # Should the check be missing, a kernel must not get a pointer that is not its GPU's.
-    sentinel = {key: _must_not_run for key in dispatch._ready}
+    sentinel = {key: (_must_not_run, -1) for key in dispatch._ready}
     monkeypatch.setattr(dispatch, "_ready", sentinel)
     wrong = case._replace(**{field: getattr(case, field).to(other)})
     with pytest.raises(ValueError, match=f"{field} is on {other}: move"):
         norm_linear(*wrong)
     if field == "gain":
         rms_norm(case.x, case.eps, case.gain)
-        monkeypatch.setattr(dispatch, "_ready", {key: _must_not_run for key in dispatch._ready})
+        monkeypatch.setattr(
+            dispatch, "_ready", {key: (_must_not_run, -1) for key in dispatch._ready}
+        )
         with pytest.raises(ValueError, match=f"gain is on {other}: move"):
             rms_norm(case.x, case.eps, wrong.gain)
 

@@ -58,7 +58,9 @@ def compile_units() -> Iterator[CompileUnit]:
     """Every kernel that can be launched, in every configuration of the shipped plans."""
     for k, has_gain in ((576, False), (4096, True), (16384, False)):
         for dtype in TRITON_DTYPE:
-            yield RmsNorm(k, has_gain).kernel.unit(f"rms_norm-{dtype}-{k}", dtype)
+            yield RmsNorm(k, has_gain, getattr(torch, dtype)).kernel.unit(
+                f"rms_norm-{dtype}-{k}", dtype
+            )
     stats = Problem("bfloat16", 4096, 4096, 4096)
     yield RowStats(stats).kernel.unit("row_rstd-bfloat16-4096", "bfloat16")
     centred = replace(stats, centred=True)

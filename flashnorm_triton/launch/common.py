@@ -30,7 +30,12 @@ def epilogue_constants(problem: Problem) -> dict[str, Any]:
 def output_of(
     shape: tuple[int, ...], problem: Problem, geometry: Geometry
 ) -> Callable[[Tensor], Tensor]:
-    """What allocates the contiguous result of a call, given its x, on the current device.
+    """What allocates the contiguous result of a call, given its x, on the current device."""
+    return empty_of(shape, getattr(torch, problem.dtype), geometry.device)
+
+
+def empty_of(shape: tuple[int, ...], dtype: torch.dtype, device: int) -> Callable[[Tensor], Tensor]:
+    """What allocates a contiguous tensor beside another, on the current device, number ``device``.
 
     ``new_empty`` goes through torch's dispatcher, which takes half as long as a launch; compiled
     graphs allocate without it, by the function used here where torch has it. Neither fills memory
@@ -38,13 +43,13 @@ def output_of(
     """
     allocate = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     allocate = getattr(allocate, "_empty_strided_cuda", None)
-    if allocate is None or geometry.device < 0 or not torch.cuda.is_available():
-        return lambda x: x.new_empty(shape)
+    if allocate is None or device < 0 or not torch.cuda.is_available():
+        return lambda x: x.new_empty(shape, dtype=dtype)
     filled = torch._C._get_deterministic_algorithms
-    dtype, strides = getattr(torch, problem.dtype), torch.empty(shape, device="meta").stride()
+    strides = torch.empty(shape, device="meta").stride()
 
     def empty(x: Tensor) -> Tensor:
-        return x.new_empty(shape) if filled() else allocate(shape, strides, dtype)
+        return x.new_empty(shape, dtype=dtype) if filled() else allocate(shape, strides, dtype)
 
     return empty
 

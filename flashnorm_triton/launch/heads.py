@@ -83,11 +83,15 @@ class HeadNorm:
         parts = min(self.groups, max(1, cdiv(_PROGRAMS, m)))
         each = cdiv(self.groups, parts) * self.rows
         grid = (m, cdiv(self.groups * self.rows, each), 1)
-        kernel, table, shape = self.kernel, self.table, (*lead, self.n_out)
+        launch, shape = (
+            self.kernel.bind(grid, device, last=(stride, eps, each)),
+            (*lead, self.n_out),
+        )
+        table = self.table
 
         def run(z: Tensor, x: Tensor | None, gains: tuple[Tensor | None, ...]) -> Tensor:
             y = z.new_empty(shape)
-            kernel(grid, device, z, x, y, table, *gains, stride, eps, each)
+            launch(z, x, y, table, *gains)
             return y
 
         return run

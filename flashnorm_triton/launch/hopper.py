@@ -64,8 +64,8 @@ class HopperSwap(_Hopper):
         m, _, lead, device = geometry
         plan, kernel = self.plan, self.kernel
         output = output_of((*lead, self.width), self.problem, geometry)
-        x_tile, w_tile = self.x_and_w(geometry)
         grid = (cdiv(self.width, plan.block_n), cdiv(m, plan.block_m), plan.split_k)
+        launch = kernel.bind(grid, device, self.x_and_w(geometry), (m, eps))
         tiles = grid[0] * grid[1]
         split = plan.split_k > 1
         part_values = tiles * plan.split_k * (plan.block_n + 1) * plan.block_m
@@ -83,10 +83,7 @@ class HopperSwap(_Hopper):
             if split:
                 parts = workspace.parts(x, part_values)
                 counters = workspace.counters(device, kernel.stream(device), tiles)
-            kernel(
-                grid, device, x_tile(x), w_tile(w), bias, row_sums, residual, y, parts, counters, m,
-                eps,
-            )  # fmt: skip
+            launch(x, w, bias, row_sums, residual, y, parts, counters)
             return y
 
         return run
@@ -132,7 +129,7 @@ class HopperRows(_Hopper):
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        kernel, plan = self.kernel, self.plan
+        plan = self.plan
         output = output_of((*lead, self.width), self.problem, geometry)
         stats = self.stats.bind(geometry, eps) if self.stats else None
         x_tile = self.tile(plan.block_m, plan.block_k)(m, self.k, geometry.stride)
@@ -140,6 +137,7 @@ class HopperRows(_Hopper):
         y_tile = self.tile(64, self.columns)(m, self.width, self.width)
         tiles = cdiv(m, plan.block_m) * cdiv(self.width, plan.block_n)
         grid = (min(tiles, runtime.device_facts(device).sm_count), 1, 1)
+        launch = self.kernel.bind(grid, device, (x_tile, w_tile, y_tile), (m, eps))
 
         def run(
             x: Tensor,
@@ -151,10 +149,7 @@ class HopperRows(_Hopper):
         ) -> Tensor:
             s, mean = stats(x) if stats else (None, None)
             y = output(x)
-            kernel(
-                grid, device, x_tile(x), w_tile(w), y_tile(y), bias, row_sums, residual, s, mean, m,
-                eps,
-            )  # fmt: skip
+            launch(x, w, y, bias, row_sums, residual, s, mean)
             return y
 
         return run

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashnorm_triton.compiled import Kernel
-from flashnorm_triton.launch.common import Geometry
+from flashnorm_triton.launch.common import Geometry, empty_of
 from flashnorm_triton.plans import Problem
 
 
@@ -27,11 +27,12 @@ class RowStats:
     def bind(
         self, geometry: Geometry, eps: float
     ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-        m, centred, into = geometry.m, self.centred, self.into(geometry, eps)
+        scales, centred = empty_of((geometry.m,), torch.float32, geometry.device), self.centred
+        into = self.into(geometry, eps)
 
         def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
-            s = torch.empty(m, dtype=torch.float32, device=x.device)
-            mean = torch.empty_like(s) if centred else None
+            s = scales(x)
+            mean = scales(x) if centred else None
             into(x, s, mean)
             return s, mean
 
@@ -42,22 +43,17 @@ class RowStats:
     ) -> Callable[[Tensor, Tensor, Tensor | None], None]:
         """The launch alone, into memory that the caller owns: into(x, s, mean)."""
         m, stride, _, device = geometry
-        kernel, grid = self.kernel, (m, 1, 1)
-
-        def run(x: Tensor, s: Tensor, mean: Tensor | None) -> None:
-            kernel(grid, device, x, s, mean, stride, eps)
-
-        return run
+        return self.kernel.bind((m, 1, 1), device, last=(stride, eps))
 
 
 class RmsNorm:
     """The stand-alone norm: y of x's shape and dtype, contiguous."""
 
-    def __init__(self, k: int, has_gain: bool) -> None:
+    def __init__(self, k: int, has_gain: bool, dtype: torch.dtype) -> None:
         from flashnorm_triton.kernels.rows import rms_norm_kernel
 
         block_k = _row_block(k)
-        self.k = k
+        self.k, self.dtype = k, dtype
         self.kernel = Kernel(
             rms_norm_kernel,
             {"K": k, "BLOCK_K": block_k, "HAS_GAIN": has_gain},
@@ -66,11 +62,12 @@ class RmsNorm:
 
     def bind(self, geometry: Geometry, eps: float) -> Callable[[Tensor, Tensor | None], Tensor]:
         m, stride, lead, device = geometry
-        kernel, grid, shape = self.kernel, (m, 1, 1), (*lead, self.k)
+        launch = self.kernel.bind((m, 1, 1), device, last=(stride, eps))
+        output = empty_of((*lead, self.k), self.dtype, device)
 
         def run(x: Tensor, gain: Tensor | None) -> Tensor:
-            y = x.new_empty(shape)
-            kernel(grid, device, x, gain, y, stride, eps)
+            y = output(x)
+            launch(x, gain, y)
             return y
 
         return run
@@ -83,6 +80,7 @@ class Finish:
         from flashnorm_triton.kernels.rows import finish_kernel
 
         self.width, self.stride = problem.width, problem.n
+        self.dtype = getattr(torch, problem.dtype)
         self.block = min(_row_block(problem.width), 1024)
         self.kernel = Kernel(
             finish_kernel,
@@ -97,13 +95,13 @@ class Finish:
         )
 
     def bind(self, geometry: Geometry) -> Callable[[Tensor, Tensor | None], Tensor]:
-        kernel, stride, device = self.kernel, self.stride, geometry.device
         grid = (geometry.m, -(-self.width // self.block), 1)
-        shape = (*geometry.lead, self.width)
+        launch = self.kernel.bind(grid, geometry.device, last=(self.stride,))
+        output = empty_of((*geometry.lead, self.width), self.dtype, geometry.device)
 
         def run(z: Tensor, residual: Tensor | None) -> Tensor:
-            y = z.new_empty(shape)
-            kernel(grid, device, z, residual, y, stride)
+            y = output(z)
+            launch(z, residual, y)
             return y
 
         return run

@@ -11,7 +11,14 @@ from torch import Tensor
 from flashnorm_triton import limits, streams
 from flashnorm_triton.compile_unit import CompileUnit
 from flashnorm_triton.compiled import Kernel
-from flashnorm_triton.launch.common import Geometry, Run, cdiv, epilogue_constants, output_of
+from flashnorm_triton.launch.common import (
+    Geometry,
+    Run,
+    cdiv,
+    empty_of,
+    epilogue_constants,
+    output_of,
+)
 from flashnorm_triton.launch.norms import RowStats
 from flashnorm_triton.plans import Plan, Problem
 
@@ -68,11 +75,11 @@ class Overlap:
 
     def buffers(self, geometry: Geometry) -> Callable[[Tensor], Statistics]:
         """What allocates the statistics of a call."""
-        m, centred = geometry.m, self.problem.centred
+        scales = empty_of((geometry.m,), torch.float32, geometry.device)
+        centred = self.problem.centred
 
         def fresh(x: Tensor) -> Statistics:
-            s = torch.empty(m, dtype=torch.float32, device=x.device)
-            return s, torch.empty_like(s) if centred else None
+            return scales(x), scales(x) if centred else None
 
         return fresh
 
@@ -127,8 +134,8 @@ class ScaleRows:
 
     def bind(self, geometry: Geometry) -> Callable[..., Tensor]:
         """scale(z, s, mean, bias, row_sums, residual, y) -> y."""
-        kernel, device = self.kernel, geometry.device
         grid = (geometry.m, cdiv(self.problem.width, self.block), 1)
+        launch = self.kernel.bind(grid, geometry.device)
 
         def scale(
             z: Tensor,
@@ -139,7 +146,7 @@ class ScaleRows:
             residual: Tensor | None,
             y: Tensor,
         ) -> Tensor:
-            kernel(grid, device, z, s, mean, row_sums, bias, residual, y)
+            launch(z, s, mean, row_sums, bias, residual, y)
             return y
 
         return scale

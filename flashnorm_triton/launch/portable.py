@@ -55,9 +55,10 @@ class Gemv:
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, stride, lead, device = geometry
-        plan, kernel = self.plan, self.kernel
+        plan = self.plan
         output = output_of((*lead, self.problem.width), self.problem, geometry)
         grid = (cdiv(self.problem.n, plan.block_n), cdiv(m, plan.block_m), 1)
+        launch = self.kernel.bind(grid, device, last=(m, stride, eps))
 
         def run(
             x: Tensor,
@@ -68,7 +69,7 @@ class Gemv:
             residual: Tensor | None = None,
         ) -> Tensor:
             y = output(x)
-            kernel(grid, device, x, w, bias, gain, row_sums, residual, y, m, stride, eps)
+            launch(x, w, bias, gain, row_sums, residual, y)
             return y
 
         return run
@@ -81,7 +82,8 @@ class Unfused:
     """
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
-        self.norm = RmsNorm(problem.k, problem.has_gain) if problem.normed else None
+        dtype = getattr(torch, problem.dtype)
+        self.norm = RmsNorm(problem.k, problem.has_gain, dtype) if problem.normed else None
         more = problem.activation or problem.gated or problem.has_residual
         self.finish = Finish(problem) if more else None
         self.problem = problem
@@ -182,11 +184,10 @@ class Tiles:
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, stride, lead, device = geometry
-        kernel = self.kernel
         output = output_of((*lead, self.problem.width), self.problem, geometry)
         stats = self.stats.bind(geometry, eps) if self.stats else None
         tiles = cdiv(m, self.plan.block_m) * cdiv(self.problem.n, self.plan.block_n)
-        grid = (tiles, 1, 1)
+        launch = self.kernel.bind((tiles, 1, 1), device, last=(m, stride, eps))
 
         def run(
             x: Tensor,
@@ -198,9 +199,7 @@ class Tiles:
         ) -> Tensor:
             s, mean = stats(x) if stats else (None, None)
             y = output(x)
-            kernel(
-                grid, device, x, x, w, bias, gain, s, mean, row_sums, residual, y, m, stride, eps
-            )
+            launch(x, x, w, bias, gain, s, mean, row_sums, residual, y)
             return y
 
         return run
@@ -236,13 +235,12 @@ class ScaledGemm(TmaFamily):
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         m, _, lead, device = geometry
-        kernel = self.kernel
         output = output_of((*lead, self.n), self.problem, geometry)
         stats = self.stats.bind(geometry, eps)
-        x_tile, w_tile = self.x_and_w(geometry)
         tiles = cdiv(m, self.plan.block_m) * cdiv(self.n, self.plan.block_n)
         programs = 1 if runtime.interpreting() else runtime.device_facts(device).sm_count
         grid = (min(tiles, programs), 1, 1)
+        launch = self.kernel.bind(grid, device, self.x_and_w(geometry), (m,))
 
         def run(
             x: Tensor,
@@ -254,7 +252,7 @@ class ScaledGemm(TmaFamily):
         ) -> Tensor:
             s, mean = stats(x)
             y = output(x)
-            kernel(grid, device, x_tile(x), w_tile(w), bias, s, mean, row_sums, residual, y, m)
+            launch(x, w, bias, s, mean, row_sums, residual, y)
             return y
 
         return run
