@@ -144,7 +144,7 @@ def test_what_the_side_stream_touches_is_allocated_before_the_fork(cuda, monkeyp
     """On the current stream: its memory is then handed on in that stream's order alone."""
     problem = Problem("float32", 3, 8, 16, centred=True)
     overlap = family.Overlap(OVERLAP, problem, 16)
-    real = torch.empty
+    real = torch.Tensor.new_empty
 
     def empty(*args, **kwargs):
         cuda.work("allocate")
@@ -159,7 +159,7 @@ def test_what_the_side_stream_touches_is_allocated_before_the_fork(cuda, monkeyp
 
     geometry = Geometry(3, 16, (3,), 0)
     run = overlap.bind(geometry, 1e-6)
-    monkeypatch.setattr(family.torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", empty)
     monkeypatch.setattr(family.torch, "mm", mm)
     monkeypatch.setattr(family.Kernel, "__call__", launch)
     x, w = torch.randn(3, 16), torch.randn(8, 16)
