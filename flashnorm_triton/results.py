@@ -3,8 +3,9 @@
 A file is ``bench/results/<gpu_slug>/<name>.json``. Its records are all of one kind: timed
 operations (``norm_linear``: keys ``OPERATION_FIELDS``), whole models (``generate``, ``decode``,
 ``prefill``: keys ``MODEL_FIELDS``), host time a call (``host``: keys ``HOST_FIELDS``), plan
-families launched over and over (``soak``: keys ``SOAK_FIELDS``) or models patched and reverted
-(``patching``: keys ``PATCHING_FIELDS``). A record that could not be measured says so in ``error``
+families launched over and over (``soak``: keys ``SOAK_FIELDS``), models patched and reverted
+(``patching``: keys ``PATCHING_FIELDS``) or planted faults and what was seen of them (``faults``:
+keys ``FAULT_FIELDS``). A record that could not be measured says so in ``error``
 and needs only its identity. Unknown extra keys are kept.
 """
 
@@ -101,12 +102,21 @@ PATCHING_FIELDS: dict[str, tuple[type, ...]] = {
     "bit_equal": (bool, type(None)),
     "missed": (list,),
 }
+_FAULT_IDENTITY: dict[str, tuple[type, ...]] = {"fault": (str,), "instrument": (str,)}
+FAULT_FIELDS: dict[str, tuple[type, ...]] = {
+    **_FAULT_IDENTITY,
+    "caught": (bool, type(None)),
+    "launches": (int, type(None)),
+    "seconds": (*_NUMBER, type(None)),
+    "detail": (str,),
+}
 # The key by which a record is told, what a failed one needs, and what a measured one needs.
 _KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]]], ...] = (
     ("op", _OPERATION_IDENTITY, OPERATION_FIELDS),
     ("call", _HOST_IDENTITY, HOST_FIELDS),
     ("family", _SOAK_IDENTITY, SOAK_FIELDS),
     ("patching", _PATCHING_IDENTITY, PATCHING_FIELDS),
+    ("fault", _FAULT_IDENTITY, FAULT_FIELDS),
     ("model", _MODEL_IDENTITY, MODEL_FIELDS),
 )
 _TIMES_BY_NAME = ("baselines_us", "host_us")

@@ -56,7 +56,7 @@ def planted(name: str, force: bool = True) -> Iterator[Fault]:
     Raises KeyError for a name that is not in ``FAULTS``.
     """
     fault = FAULTS[name]
-    with _fresh(), ExitStack() as stack:
+    with fresh(), ExitStack() as stack:
         stack.enter_context(fault.plant())
         if force:
             stack.enter_context(_served_by(fault.plan))
@@ -67,12 +67,12 @@ def planted(name: str, force: bool = True) -> Iterator[Fault]:
 def healthy(name: str) -> Iterator[Fault]:
     """As ``planted``, without the fault: what an instrument must not complain about."""
     fault = FAULTS[name]
-    with _fresh(), fault.healthy(), _served_by(fault.healthy_plan or fault.plan):
+    with fresh(), fault.healthy(), _served_by(fault.healthy_plan or fault.plan):
         yield fault
 
 
 @contextlib.contextmanager
-def _fresh() -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """Nothing that was kept before the block is used in it, nor the other way round."""
     try:
         _forget()
@@ -319,7 +319,7 @@ FAULTS: dict[str, Fault] = {
             "overlap: the scale does not wait for the event after the statistics",
             "gpu",
             plans.OVERLAP_STORED,
-            ("graph", *_LOADED),
+            ("graph", "delay", *_LOADED),
             _no_wait,
         ),
         Fault(
@@ -327,7 +327,7 @@ FAULTS: dict[str, Fault] = {
             "overlap: the statistics do not wait for what wrote x",
             "gpu",
             plans.OVERLAP_STORED,
-            ("graph", *_LOADED, "lag"),
+            ("graph", "delay", *_LOADED, "lag"),
             _no_fork,
         ),
         Fault(
@@ -351,7 +351,7 @@ FAULTS: dict[str, Fault] = {
             "overlap: one buffer for the statistics of all streams",
             "gpu",
             plans.OVERLAP_STORED,
-            _LOADED,
+            ("delay", *_LOADED),
             lambda: _in_family("two_streams", _SharedStatistics),
         ),
         Fault(

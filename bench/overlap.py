@@ -1,0 +1,330 @@
+"""Where does it pay to run the matmul and the row statistics beside each other?
+
+Question, as in the paper's table of its first implementation on a T4 (FlashNorm, arXiv 2407.09577):
+for norm → linear of 576→960 and 4096→4096 and 1 to 8192 tokens, how long do matmul, statistics and
+scale take one after the other, and how long with the first two on two streams? Beside them: the
+stock modules, F.rms_norm and linear, the one-launch norm and linear, what ``norm_linear`` runs
+here, and the matmul alone. bf16, fp32, and bf16 with an activation after the linear.
+
+    python bench/overlap.py [--tokens ...] [--rounds R] [--budget S] [--out FILE]
+
+Interleaved CUDA-graph replays, weights rotated past L2, medians. Exit: 0 when every cell was
+measured and keeps the numerics contract, 1 otherwise, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+
+from bench import report
+from bench.cases import EPS, Stock
+from bench.norm_linear import floor_us
+from bench.shapes import TOKENS, Shape, parse_tokens
+from flashnorm_triton import launch, ops, results, runtime, tables
+from flashnorm_triton.launch.overlap import Overlap, product_of
+from flashnorm_triton.plans import OVERLAP, OVERLAP_STORED, UNFUSED, Plan, Problem
+from flashnorm_triton.tuning import measure, validate
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPES = (Shape("paper.576", 576, 960), Shape("paper.4096", 4096, 4096))
+ACTIVATION = "gelu_tanh"
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda z: z,
+    ACTIVATION: partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+LEAST_ACTIVATED = 64  # tokens from which on the cells with an activation are measured
+HOST_TOKENS = (1, 512)
+CELL_BUDGET_S = 0.35
+OVERLAPS = {"overlap": OVERLAP, "overlap, stored": OVERLAP_STORED}
+# The ways that need no second stream and no fused kernel: what overlap has to beat.
+OTHERS = ("sequential", "stock", "rms_norm+linear", "unfused")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table: a shape, a dtype, what follows the linear, and the tokens."""
+
+    shape: Shape
+    dtype: str
+    activation: str
+    m: int
+
+    @property
+    def problem(self) -> Problem:
+        shape = self.shape
+        return Problem(self.dtype, self.m, shape.n, shape.k, activation=self.activation)
+
+    @property
+    def name(self) -> str:
+        after = f" {self.activation}" if self.activation else ""
+        return f"{self.shape.label} {self.dtype}{after} M={self.m}"
+
+
+def cells(tokens: Sequence[int]) -> list[Cell]:
+    """The table, in the order in which it is measured."""
+    kinds = [("bfloat16", ""), ("bfloat16", ACTIVATION), ("float32", "")]
+    return [
+        Cell(shape, dtype, activation, m)
+        for dtype, activation in kinds
+        for shape in SHAPES
+        for m in tokens
+        if not activation or m >= LEAST_ACTIVATED
+    ]
+
+
+def plans_of(cell: Cell) -> dict[str, Plan]:
+    """The overlaps that a dtype has: fp32 knows one product."""
+    return {n: p for n, p in OVERLAPS.items() if n == "overlap" or cell.dtype != "float32"}
+
+
+def one_after_the_other(plan: Plan, problem: Problem, device: int) -> Callable[..., Tensor]:
+    """Overlap's own work on one stream: matmul, then statistics and scale."""
+    family = Overlap(plan, problem, problem.k)
+    geometry = launch.Geometry(problem.m, problem.k, (problem.m,), device)
+    stats, scale = family.stats.bind(geometry, EPS), family.scale.bind(geometry)
+    product, output = product_of(plan, problem, device), family.scale.output(geometry)
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        z = product(x, w)
+        return scale(z, *stats(x), None, None, None, output(x))
+
+    return run
+
+
+def candidates(
+    cell: Cell, x: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor]
+) -> dict[str, Callable[[int], Tensor]]:
+    """Everything that is timed; each takes the rotation index."""
+    after = AFTER[cell.activation]
+    more = {"activation": cell.activation} if cell.activation else {}
+    linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
+    stock = [Stock(gain, weight) for gain, weight in zip(gains, weights, strict=True)]
+    mine = plans_of(cell)
+    sequential = one_after_the_other(list(mine.values())[-1], cell.problem, x[0].get_device())
+    k = cell.shape.k
+
+    def planned(plan: Plan | None) -> Callable[[int], Tensor]:
+        return lambda i: ops.norm_linear(x[i], weights[i], EPS, plan=plan, **more)
+
+    return {
+        **{name: planned(plan) for name, plan in mine.items()},
+        "sequential": lambda i: sequential(x[i], weights[i]),
+        "stock": lambda i: after(stock[i](x[i])),
+        "rms_norm+linear": lambda i: after(linear(rms_norm(x[i], (k,), gains[i], EPS), weights[i])),
+        "unfused": planned(UNFUSED),
+        "chosen": planned(None),
+        "gemm_only": lambda i: linear(x[i], weights[i]),
+    }
+
+
+def compare(timings: Mapping[str, measure.Timing]) -> dict[str, Any]:
+    """Fields of a record: the faster overlap against everything else of its run."""
+    name = min((n for n in OVERLAPS if n in timings), key=lambda n: timings[n].us)
+    best = timings[name]
+    others = {n: t for n, t in timings.items() if n not in OVERLAPS}
+    ahead = {n: measure.ratio(t, best) for n, t in others.items()}
+    rival = min((n for n in OTHERS if n in others), key=lambda n: others[n].us)
+    return {
+        "plan": OVERLAPS[name].as_dict(),
+        "us": best.us,
+        "us_q20": best.us_q20,
+        "us_q80": best.us_q80,
+        "baselines_us": {n: t.us for n, t in others.items()},
+        "overlaps_us": {n: timings[n].us for n in OVERLAPS if n in timings},
+        "over": {n: each.median for n, each in ahead.items()},
+        "best_other": rival,
+        "speedup": ahead[rival].median,
+        "speedup_q20": ahead[rival].q20,
+        "speedup_q80": ahead[rival].q80,
+        "reduction": {n: 1 - 1 / ahead[n].median for n in ("sequential", "stock") if n in ahead},
+        "rounds": len(best.rounds),
+    }
+
+
+def identity(cell: Cell) -> dict[str, Any]:
+    """The fields that every record has, measured or not."""
+    shape = cell.shape
+    return {
+        "case": shape.case, "op": "norm_linear", "dtype": cell.dtype, "m": cell.m, "n": shape.n,
+        "k": shape.k, "epilogue": cell.activation,
+    }  # fmt: skip
+
+
+def check(cell: Cell, weight: Tensor) -> dict[str, Any]:
+    """The numerics contract, and the errors of the plan that is the less exact."""
+    case = validate.make_case(cell.problem, weight, EPS)
+    more = case.epilogue
+    found = []
+    for plan in plans_of(cell).values():
+        verdict, _ = validate.check_values(
+            case, lambda part, p=plan: ops.norm_linear(part, weight, EPS, plan=p, **more)
+        )
+        found.append(verdict)
+    worst = max(found, key=lambda verdict: verdict.rel_err)
+    reasons = [verdict.reason for verdict in found if verdict.reason]
+    return {
+        "rel_err": worst.rel_err,
+        "rel_err_stock": worst.rel_err_stock,
+        "contract_ok": not reasons,
+        **({"reasons": reasons} if reasons else {}),
+    }
+
+
+def measure_cell(
+    cell: Cell, *, backend: measure.Backend, rounds: int, head: Mapping[str, Any], cache: int
+) -> dict[str, Any]:
+    """One record; raises what a candidate raises."""
+    shape, dtype = cell.shape, getattr(torch, cell.dtype)
+    size = dtype.itemsize
+    copies = measure.copies_past_cache(
+        size * shape.k * (shape.n + cell.m), cache_bytes=cache, memory_bytes=1 << 35
+    )
+    weights = [
+        (torch.randn(shape.n, shape.k, device="cuda") * shape.k**-0.5).to(dtype)
+        for _ in range(copies)
+    ]
+    gains = [(1 + 0.5 * torch.randn(shape.k, device="cuda")).to(dtype) for _ in range(copies)]
+    x = [torch.randn(cell.m, shape.k, device="cuda").to(dtype) for _ in range(copies)]
+    timed = candidates(cell, x, weights, gains)
+    replays = {
+        name: measure.prepare(name, fn, rotations=copies, backend=backend)
+        for name, fn in timed.items()
+    }
+    timings = measure.interleave(
+        replays, rounds=rounds, min_rounds=5, budget_s=CELL_BUDGET_S, backend=backend
+    )
+    facts = runtime.device_facts(torch.cuda.current_device())
+    chosen = tables.lookup(cell.problem, facts, head["gpu"])
+    record = {**identity(cell), **compare(timings), **check(cell, weights[0])}
+    record["chosen"] = chosen.as_dict()
+    record["floor_us"] = floor_us(shape, cell.m, head["copy_tb_s"], head["matmul_tflops"])
+    record["rotations"] = copies
+    if cell.m in HOST_TOKENS and cell.dtype == "bfloat16" and not cell.activation:
+        record["host_us"] = {
+            name: measure.host_us(lambda fn=timed[name]: fn(0), calls=100, repeats=5)
+            for name in (*OVERLAPS, "unfused", "chosen", "stock")
+        }
+    return record
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """µs of every way, and the faster overlap against them, a block a shape and dtype."""
+    good = report.measured(records)
+    names = [*OVERLAPS, *OTHERS, "chosen", "gemm_only"]
+    lines: list[str] = []
+    for kind in dict.fromkeys((r["k"], r["n"], r["dtype"], r["epilogue"]) for r in good):
+        k, n, dtype, epilogue = kind
+        lines += ["", f"{k}→{n} {dtype} {epilogue}, µs a call".replace(" ,", ",")]
+        lines.append(f"{'M':>6}" + "".join(f"{name:>17}" for name in names) + "   vs seq.  vs best")
+        for r in good:
+            if (r["k"], r["n"], r["dtype"], r["epilogue"]) == kind:
+                us = {**r["overlaps_us"], **r["baselines_us"]}
+                row = "".join(f"{us[n]:>17.2f}" if n in us else f"{'-':>17}" for n in names)
+                lines.append(
+                    f"{r['m']:>6}{row}{r['over']['sequential']:>10.2f}{r['speedup']:>9.2f}"
+                )
+    return "\n".join([*lines, "", verdict(good)])
+
+
+def verdict(records: Sequence[Mapping[str, Any]]) -> str:
+    """Where it pays and where it loses, in words."""
+    pays = [r for r in records if r["speedup_q20"] > 1]
+    loses = [r for r in records if r["speedup_q80"] < 1]
+    lines = [
+        f"faster than every way without a second stream in {len(pays)} of {len(records)} cells, "
+        f"slower than the best of them in {len(loses)}"
+    ]
+    for kind in dict.fromkeys((r["k"], r["n"], r["dtype"], r["epilogue"]) for r in records):
+        mine = [r for r in records if (r["k"], r["n"], r["dtype"], r["epilogue"]) == kind]
+        name = f"{kind[0]}→{kind[1]} {kind[2]} {kind[3]}".strip()
+        won = [str(r["m"]) for r in mine if r in pays]
+        best = max(mine, key=lambda r: r["speedup"])
+        over = report.geomean([r["over"]["sequential"] for r in mine])
+        stock = report.geomean([r["over"]["stock"] for r in mine])
+        lines.append(
+            f"  {name}: pays at M = {', '.join(won) or 'none'}; best {best['speedup']:.2f}x at M = "
+            f"{best['m']}; {over:.2f}x the sequence and {stock:.2f}x stock (geometric means)"
+        )
+    ahead = [r for r in records if r["over"]["chosen"] > 1.02]
+    lines.append(f"  faster than the plan in use by 2 % in {len(ahead)} cells")
+    lines += [f"    {r['k']}→{r['n']} {r['dtype']} {r['epilogue']} M={r['m']}: "
+              f"{r['over']['chosen']:.2f}x" for r in ahead]  # fmt: skip
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    log = report.Log()
+    torch.manual_seed(0)
+    backend = measure.CudaBackend()
+    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
+    folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
+    path = args.out or folder / "overlap.json"
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    records: list[dict[str, Any]] = []
+    todo = cells(args.tokens)
+    for cell in report.progress(todo, "overlap"):
+        if log.seconds > args.budget:
+            break
+        try:
+            record = measure_cell(cell, backend=backend, rounds=args.rounds, head=head, cache=cache)
+            log(f"{cell.name}: {record['us']:.2f} µs, {record['speedup']:.2f}x")
+        except Exception as error:
+            record = {**identity(cell), "error": f"{type(error).__name__}: {error}"[:1000]}
+            log(f"{cell.name}: {record['error']}")
+        records.append(record)
+        results.save(path, head, records)
+    print(table(records), flush=True)
+    failed = [
+        f"{r['k']}→{r['n']} {r['dtype']} M={r['m']}: {r.get('error') or r['reasons']}"
+        for r in records
+        if r.get("error") or not r["contract_ok"]
+    ]
+    print("\n".join(failed) or "the numerics contract holds in every cell", flush=True)
+    if len(records) < len(todo):
+        log(f"stopped at the budget of {args.budget:.0f} s, {len(records)} of {len(todo)} cells")
+    log(f"written: {path}")
+    return int(bool(failed) or len(records) < len(todo))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser.add_argument("--tokens", nargs="+", default=[str(m) for m in TOKENS], help="rows M")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds a cell (15)")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds (60)")
+    args = parser.parse_args(argv)
+    try:
+        args.tokens = parse_tokens(args.tokens)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: at least 1")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    try:
+        measure.require_gpu()
+    except measure.NoGpuError as error:
+        print(f"overlap: {error}", file=sys.stderr)
+        return 2
+    with torch.no_grad():
+        return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
