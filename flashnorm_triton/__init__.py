@@ -23,6 +23,8 @@ _HOME_OF = {
     "verify_checkpoint": "flashnorm_triton.checkpoints",
     "AutoFlashNormForCausalLM": "flashnorm_triton.auto",
     "tune": "flashnorm_triton.tuning.run",
+    "find_lag": "flashnorm_triton.lag",
+    "LagReport": "flashnorm_triton.lag",
 }
 
 __all__ = ["__version__", *_HOME_OF]

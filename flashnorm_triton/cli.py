@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from flashnorm_triton.audit_command import audit
-from flashnorm_triton.checkpoints.command import fold, verify
+from flashnorm_triton.checkpoints.command import fold
 from flashnorm_triton.tuning.command import tune
 from flashnorm_triton.tuning.info import info
+from flashnorm_triton.verify_command import verify
 
 app = typer.Typer(
     name="flashnorm",

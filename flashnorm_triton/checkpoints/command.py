@@ -1,4 +1,4 @@
-"""The commands ``flashnorm fold`` and ``flashnorm verify``."""
+"""The command ``flashnorm fold``, and the comparison behind ``flashnorm verify SRC DST``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Annotated
 import typer
 
 
-def _stop(message: str) -> typer.Exit:
+def stop(message: str) -> typer.Exit:
+    """Say why the command could not run; raise what this returns."""
     typer.echo(f"flashnorm: {message}", err=True)
     return typer.Exit(2)
 
 
-def _source(name: str) -> str | Path:
+def source(name: str) -> str | Path:
+    """A folder or hub id; 'demo' is the shipped model."""
     if name != "demo":
         return name
     from flashnorm_triton.demo_model import FOLDER
@@ -59,7 +61,7 @@ def fold(
 
     try:
         result = fold_checkpoint(
-            _source(src),
+            source(src),
             dst,
             strict=strict,
             dtype=dtype,
@@ -76,39 +78,19 @@ def fold(
         if flags and not result.record["marks"]:
             typer.echo("config.json is not marked: norms that engines would drop keep their gains")
         if verify:
-            _verify(_source(src), dst, None, "cpu", "float64")
+            compare(source(src), dst, None, "cpu", "float64")
         if push is not None:
             from flashnorm_triton.checkpoints.push import push as upload
 
             typer.echo(f"pushed: {upload(dst, push)}")
     except (ValueError, OSError) as error:
-        raise _stop(str(error)) from error
+        raise stop(str(error)) from error
 
 
-def verify(
-    src: Annotated[str, typer.Argument(help="The source: a folder, a hub id, or 'demo'.")],
-    dst: Annotated[str, typer.Argument(help="The folded checkpoint: a folder or a hub id.")],
-    text: Annotated[
-        Path | None, typer.Option(help="A text file, not trained on, for the perplexity.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where the three models are held.")] = "cpu",
-    reference: Annotated[str, typer.Option(help="The reference's dtype: float64, float32.")] = (
-        "float64"
-    ),
-) -> None:
-    """Compare a folded checkpoint with its source: logits, perplexity, greedy choices, layers.
-
-    Exit code 0: within the contract, 1: out of it, 2: the comparison could not be made.
-    """
-    try:
-        _verify(_source(src), dst, text, device, reference)
-    except (ValueError, OSError) as error:
-        raise _stop(str(error)) from error
-
-
-def _verify(
+def compare(
     src: str | Path, dst: str | Path, text: Path | None, device: str, reference: str
 ) -> None:
+    """Print the comparison of two checkpoints; exits with 1 when it is out of contract."""
     import torch
     from rich.console import Console
 

@@ -1,0 +1,103 @@
+"""Which steps are lagged: where t-1 explains what rounding cannot, and t-1 can be told from t."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashnorm_triton.lag import noise
+from flashnorm_triton.lag.judging import SiteSteps
+from flashnorm_triton.lag.steps import Steps
+
+LAG, SCALE, OUTPUT, PRODUCT, INPUT = (
+    "lagged logits", "stale scale", "stale output", "stale product", "lagged input",
+)  # fmt: skip
+DEPARTS = "departs"
+LAGGED = (LAG, SCALE, OUTPUT, PRODUCT, INPUT)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The steps (T, B) of one place that are out of what rounding does, by what explains them.
+
+    ``limit`` is the distance beyond which rounding is no explanation; ``decidable`` (T, B) says
+    where t and t-1 are further apart than twice that, so that the nearer of the two is the cause.
+    ``judged`` (T, B) leaves out the steps at which nothing was compared.
+    """
+
+    kinds: dict[str, np.ndarray]
+    limit: float
+    decidable: np.ndarray
+    judged: np.ndarray
+
+    def any(self, *names: str) -> np.ndarray:
+        """The steps marked as one of ``names``."""
+        return np.logical_or.reduce([self.kinds[name] for name in names if name in self.kinds])
+
+
+def explained(at_t: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+    """Where another explanation leaves at most half of the squared distance to t.
+
+    With rounding alone that needs t and t-1 closer together than 1.71 times the rounding; a stale
+    value leaves nothing but rounding.
+    """
+    return np.square(otherwise) <= 0.5 * np.square(at_t)
+
+
+def of_logits(steps: Steps, looks: int, floor: float) -> Marks:
+    """The marks of the whole model's output."""
+    limit = noise.limit_of_size(steps.noise, looks, floor)
+    return _against_before(LAG, steps.at_t, steps.at_before, steps.moved, limit)
+
+
+def of_input(steps: SiteSteps, looks: int, floor: float) -> Marks:
+    """The marks of a site's input: what came before the site, attention and its cache included."""
+    limit = noise.limit_of_size(steps.input_noise, looks, floor)
+    return _against_before(INPUT, steps.input_at_t, steps.input_at_before, steps.input_moved, limit)
+
+
+def of_output(
+    steps: SiteSteps, looks: int, floor: float, scale_floor: float
+) -> tuple[Marks, float]:
+    """The marks of a site's output, given its input; and the limit of the scale's deviation."""
+    limit = noise.limit_of_size(steps.output_noise, looks, floor)
+    scale_limit = noise.limit_of_scale(steps.scale_noise, looks, scale_floor)
+    at_t = _whole(steps.output_at_t)
+    off, judged = at_t > limit, ~np.isnan(steps.input_moved)
+    scale = _whole(steps.scale) - 1
+    scaled = np.abs(scale) > scale_limit
+    # What is left once the scale is right: a right angle, so squares subtract.
+    rest = np.square(np.where(np.isfinite(scale), at_t, np.inf)) - np.square(
+        np.where(np.isfinite(scale), scale, 0)
+    )
+    only_scale = scaled & (rest <= limit**2)
+    stale = only_scale & explained(np.abs(scale), np.abs(_whole(steps.scale) - steps.stale))
+    whole = ~stale & off & explained(at_t, _whole(steps.output_at_before))
+    product = ~stale & ~whole & off & explained(at_t, _whole(steps.output_mixed))
+    kinds = {
+        SCALE: stale,
+        OUTPUT: whole,
+        PRODUCT: product,
+        DEPARTS: (off | scaled) & ~stale & ~whole & ~product,
+    }
+    told_apart = (np.abs(steps.stale - 1) > 2 * scale_limit) | (steps.output_moved > 2 * limit)
+    return Marks(
+        {k: v & judged for k, v in kinds.items()}, limit, told_apart & judged, judged
+    ), scale_limit
+
+
+def _against_before(
+    kind: str, at_t: np.ndarray, at_before: np.ndarray, moved: np.ndarray, limit: float
+) -> Marks:
+    judged = ~np.isnan(moved)
+    off = (_whole(at_t) > limit) & judged
+    lagged = off & explained(_whole(at_t), _whole(at_before))
+    return Marks(
+        {kind: lagged, DEPARTS: off & ~lagged}, limit, (moved > 2 * limit) & judged, judged
+    )
+
+
+def _whole(values: np.ndarray) -> np.ndarray:
+    """A distance to something that is not a number is infinite."""
+    return np.where(np.isfinite(values), values, np.inf)
