@@ -52,7 +52,7 @@ def draw(report: LagReport, path: Path) -> tuple[Path, Path]:
         figure.suptitle(_title(report), x=0.01, ha="left", fontsize=11)
         _draw_distances(top, report)
         figure.legend(
-            *top.get_legend_handles_labels(), loc="outside upper left", ncols=3, fontsize=8
+            *top.get_legend_handles_labels(), loc="outside lower left", ncols=5, fontsize=8
         )
         if rows:
             _draw_places(figure, bottom, report, rows)

@@ -42,7 +42,7 @@ def explained(at_t: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
     With rounding alone that needs t and t-1 closer together than 1.71 times the rounding; a stale
     value leaves nothing but rounding.
     """
-    return np.square(otherwise) <= 0.5 * np.square(at_t)
+    return np.isfinite(otherwise) & (np.square(otherwise) <= 0.5 * np.square(at_t))
 
 
 def of_logits(steps: Steps, looks: int, floor: float) -> Marks:
@@ -67,20 +67,28 @@ def of_output(
     off, judged = at_t > limit, ~np.isnan(steps.input_moved)
     scale = _whole(steps.scale) - 1
     scaled = np.abs(scale) > scale_limit
-    # What is left once the scale is right: a right angle, so squares subtract.
-    rest = np.square(np.where(np.isfinite(scale), at_t, np.inf)) - np.square(
-        np.where(np.isfinite(scale), scale, 0)
-    )
-    only_scale = scaled & (rest <= limit**2)
-    stale = only_scale & explained(np.abs(scale), np.abs(_whole(steps.scale) - steps.stale))
-    whole = ~stale & off & explained(at_t, _whole(steps.output_at_before))
-    product = ~stale & ~whole & off & explained(at_t, _whole(steps.output_mixed))
-    kinds = {
-        SCALE: stale,
-        OUTPUT: whole,
-        PRODUCT: product,
-        DEPARTS: (off | scaled) & ~stale & ~whole & ~product,
+    # What is left once the scale is right: at a right angle to v, so squares subtract.
+    known = np.isfinite(scale)
+    rest = np.square(np.where(known, at_t, np.inf)) - np.square(np.where(known, scale, 0))
+    from_stale = np.where(known, scale + 1, np.inf) - steps.stale
+    distances = {
+        SCALE: np.sqrt(np.maximum(rest, 0) + np.square(from_stale)),
+        OUTPUT: _whole(steps.output_at_before),
+        PRODUCT: _whole(steps.output_mixed),
     }
+    fits = {
+        # One number may be near another by chance: here the rest must be rounding too.
+        SCALE: scaled & (rest <= limit**2) & (np.abs(from_stale) <= scale_limit * steps.stale),
+        OUTPUT: off & explained(at_t, distances[OUTPUT]),
+        PRODUCT: off & explained(at_t, distances[PRODUCT]),
+    }
+    fits[SCALE] &= explained(np.abs(scale), np.abs(from_stale))
+    if fits[SCALE].sum() < ((off | scaled) & ~np.logical_or.reduce(list(fits.values()))).sum():
+        # A scale that is mostly wrong in some other way meets the one of t-1 now and then.
+        fits[SCALE] &= False
+    nearest = np.min([np.where(fits[name], distances[name], np.inf) for name in fits], axis=0)
+    kinds = {name: fits[name] & (distances[name] == nearest) for name in fits}
+    kinds[DEPARTS] = (off | scaled) & ~np.logical_or.reduce(list(fits.values()))
     told_apart = (np.abs(steps.stale - 1) > 2 * scale_limit) | (steps.output_moved > 2 * limit)
     return Marks(
         {k: v & judged for k, v in kinds.items()}, limit, told_apart & judged, judged
