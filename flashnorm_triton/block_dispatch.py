@@ -1,21 +1,62 @@
 """From a call of the decode block's operations to its launch, kept for the next call.
 
-Flat, as ``dispatch``: in eager decoding the key of a kept call is host time at every layer.
+Flat, as ``dispatch``: in eager decoding the key of a kept call is host time at every layer. Plain
+torch serves a CPU, float64, and what the kernels do not hold: heads wider than a block, caches that
+are not contiguous.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from flashnorm_triton import block_reference
+from flashnorm_triton import block_reference, launch, runtime
 from flashnorm_triton.block_checks import check_add_rms_norm, check_caches, check_rotary_heads
 from flashnorm_triton.block_reference import Layout
+from flashnorm_triton.launch.rotary import WIDEST, RotaryHeads
+
+_READY_MOST = 2048
+_ready: dict[tuple, Callable[..., Any]] = {}
+_kernels: dict[tuple, Any] = {}
+_FEW_TILES, _MANY_TILES = 256, 1024
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None) -> Tensor:
     """``block_ops.add_rms_norm`` without gradients, of tensors that are just that."""
-    check_add_rms_norm(x, residual, eps, gain)
-    return block_reference.add_rms_norm(x, residual, eps, gain).contiguous()
+    key = (
+        x.shape,
+        eps,
+        _traits(x),
+        _traits(residual),
+        residual.shape,
+        None if gain is None else (_traits(gain), gain.shape),
+    )
+    run = _ready.get(key)
+    if run is None:
+        check_add_rms_norm(x, residual, eps, gain)
+        run = _keep(key, _prepare_norm(x, residual, float(eps), gain))
+    return run(x, gain, residual)
+
+
+def _prepare_norm(
+    x: Tensor, residual: Tensor, eps: float, gain: Tensor | None
+) -> Callable[..., Tensor]:
+    given = [tensor for tensor in (x, residual, gain) if tensor is not None]
+    if not _served(x) or not all(tensor.is_contiguous() for tensor in given):
+
+        def in_torch(x: Tensor, gain: Tensor | None, residual: Tensor) -> Tensor:
+            return block_reference.add_rms_norm(x, residual, eps, gain).contiguous()
+
+        return in_torch
+    k = x.shape[-1]
+    kept = ("norm", k, x.get_device(), *map(_compiled_for, (x, residual, gain)))
+    if kept not in _kernels:
+        _kernels[kept] = launch.RmsNorm(k, gain is not None, True)
+    geometry = launch.Geometry(x.numel() // k, k, x.shape[:-1], x.get_device())
+    return _on_device(_kernels[kept].bind(geometry, eps), x)
 
 
 def rotary_heads(
@@ -27,8 +68,12 @@ def rotary_heads(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``block_ops.rotary_heads`` without caches and gradients, of tensors that are just that."""
-    check_rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
-    return block_reference.rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
+    key = (qkv.shape, layout, *map(_shaped, (qkv, cos, sin, q_gain, k_gain)))
+    run = _ready.get(key)
+    if run is None:
+        check_rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
+        run = _keep(key, _prepare_heads(qkv, cos, sin, q_gain, k_gain, layout))
+    return run(qkv, cos, sin, q_gain, k_gain)
 
 
 def rotary_heads_cached(
@@ -43,9 +88,155 @@ def rotary_heads_cached(
     layout: Layout,
 ) -> Tensor:
     """The same with caches, which k and v are written into: q alone."""
-    check_rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
-    check_caches(qkv, key_cache, value_cache, cache_position, layout)
-    q, k, v = block_reference.rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
-    key_cache.index_copy_(2, cache_position.long(), k)
-    value_cache.index_copy_(2, cache_position.long(), v)
-    return q
+    caches = key_cache, value_cache, cache_position
+    key = (qkv.shape, layout, *map(_shaped, (qkv, cos, sin, q_gain, k_gain, *caches)))
+    run = _ready.get(key)
+    if run is None:
+        check_rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
+        check_caches(qkv, *caches, layout)
+        run = _keep(key, _prepare_cached(qkv, cos, sin, q_gain, k_gain, caches, layout))
+    return run(qkv, cos, sin, q_gain, k_gain, cache_position, key_cache, value_cache)
+
+
+def _prepare_heads(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    layout: Layout,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    given = qkv, cos, sin, q_gain, k_gain
+    launched = _launcher(given, None, layout)
+    if launched is None:
+        return lambda *given: block_reference.rotary_heads(*given, layout)
+    batch, tokens = qkv.shape[:2]
+    shape = (2, batch, layout.kv_heads, tokens, layout.head_dim)
+
+    def run(
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_gain: Tensor | None,
+        k_gain: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = qkv.new_empty(shape)
+        return launched(qkv, cos, sin, q_gain, k_gain, None, k, v), k, v
+
+    return run
+
+
+def _prepare_cached(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_gain: Tensor | None,
+    k_gain: Tensor | None,
+    caches: tuple[Tensor, Tensor, Tensor],
+    layout: Layout,
+) -> Callable[..., Tensor]:
+    launched = _launcher((qkv, cos, sin, q_gain, k_gain), caches, layout)
+    if launched is not None:
+        return launched
+
+    def in_torch(*operands: Tensor) -> Tensor:
+        position, key_cache, value_cache = operands[5:]
+        q, k, v = block_reference.rotary_heads(*operands[:5], layout)
+        key_cache.index_copy_(2, position.long(), k)
+        value_cache.index_copy_(2, position.long(), v)
+        return q
+
+    return in_torch
+
+
+def _launcher(
+    given: tuple[Tensor | None, ...],
+    caches: tuple[Tensor, Tensor, Tensor] | None,
+    layout: Layout,
+) -> Callable[..., Tensor] | None:
+    """run(qkv, cos, sin, q_gain, k_gain, position, k, v) -> q; None where it is torch's."""
+    qkv, cos, sin, q_gain, k_gain = given
+    written = caches[:2] if caches is not None else ()
+    if not _served(qkv) or layout.head_dim > WIDEST:
+        return None
+    if not all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in written):
+        return None
+    batch, tokens = qkv.shape[:2]
+    few = batch * tokens * layout.columns < 1 << 18
+    how = {
+        "rotary": 0 if cos is None else cos.shape[-1],
+        "q_gain": q_gain is not None,
+        "k_gain": k_gain is not None,
+        "shared": cos is None or cos.shape[0] == 1,
+        "cached": caches is not None,
+        "tile": _FEW_TILES if few else _MANY_TILES,
+    }
+    position = None if caches is None else caches[2]
+    kept = (layout, qkv.get_device(), *how.values(), *map(_compiled_for, (*given, position)))
+    if kept not in _kernels:
+        _kernels[kept] = RotaryHeads(layout, **how)
+    run = _kernels[kept].bind(batch, tokens, qkv.get_device())
+    if not all(t is None or t.is_contiguous() for t in (*given, position)):
+        run = _dense(run)
+    return _on_device(run, qkv)
+
+
+def _served(x: Tensor) -> bool:
+    """Whether x is a kernel's: on a GPU with Triton, neither float64 nor empty.
+
+    Interpreted kernels are for tests of the kernels themselves: they take seconds.
+    """
+    here = x.is_cuda and runtime.triton_available()
+    return here and x.dtype != torch.float64 and x.numel() > 0
+
+
+def _traits(tensor: Tensor) -> tuple:
+    return tensor.dtype, tensor.get_device(), tensor.data_ptr() & 15, tensor.stride()
+
+
+def _shaped(tensor: Tensor | None) -> tuple | None:
+    """What decides of a tensor which compiled code serves it, and whether it is copied."""
+    if tensor is None:
+        return None
+    place = tensor.get_device(), tensor.data_ptr() & 15
+    return tensor.shape, tensor.dtype, *place, tensor.is_contiguous()
+
+
+def _compiled_for(tensor: Tensor | None) -> tuple | None:
+    """What Triton specialises on; a copy of a tensor that is not contiguous is aligned."""
+    if tensor is None:
+        return None
+    return tensor.dtype, not tensor.is_contiguous() or tensor.data_ptr() % 16 == 0
+
+
+def _dense(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``run`` with what it reads made contiguous; what it writes is."""
+
+    def copied(*operands: Tensor | None) -> Tensor:
+        read = (None if t is None else t.contiguous() for t in operands[:6])
+        return run(*read, *operands[6:])
+
+    return copied
+
+
+def _on_device(run: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
+    """``run`` on x's device, whatever the current one."""
+    if not x.is_cuda:
+        return run
+    index, current = x.get_device(), torch._C._cuda_getDevice
+
+    def on_device(*operands: Tensor | None) -> Tensor:
+        if current() == index:
+            return run(*operands)
+        with torch.cuda.device(index):
+            return run(*operands)
+
+    return on_device
+
+
+def _keep(key: tuple, run: Callable[..., Any]) -> Callable[..., Any]:
+    # Keys hold exact shapes; prompts of ever new lengths must not fill the memory.
+    if len(_ready) >= _READY_MOST:
+        _ready.clear()
+    _ready[key] = run
+    return run

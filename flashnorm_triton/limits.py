@@ -181,6 +181,8 @@ def _unfit_hopper(plan: Plan, problem: Problem) -> str | None:
             return f"its rows are two groups of 64, not {plan.block_m}"
         if plan.squares == "shared":
             return "its squares are own, registers or given"
+        if not problem.normed and plan.squares != "given":
+            return "without a norm there are no squares to compute"
         if problem.gated and (plan.block_n > 128 or (plan.squares == "own" and plan.block_n > 64)):
             return "gate and up of that width do not fit the registers"
         if problem.epilogue and plan.squares == "own" and plan.block_n == 256:

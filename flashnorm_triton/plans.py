@@ -18,9 +18,10 @@ WITHOUT_BLOCKS = ("library", "two_streams", "reference")
 """Forms whose matmul is the library's: they have no tiles of their own."""
 _WHOLE = ("centred", "activation", "gated", "residual")
 EPILOGUES: dict[str, tuple[str, ...]] = {
-    "gemv": _WHOLE, "tiles": _WHOLE, "scaled_gemm": ("centred", "activation", "residual"),
-    "hopper_swap": _WHOLE, "hopper_rows": _WHOLE, "library": (*_WHOLE, "bare"),
-    "two_streams": _WHOLE, "reference": (*_WHOLE, "bare"),
+    "gemv": (*_WHOLE, "bare"), "tiles": _WHOLE,
+    "scaled_gemm": ("centred", "activation", "residual"), "hopper_swap": (*_WHOLE, "bare"),
+    "hopper_rows": (*_WHOLE, "bare"), "library": (*_WHOLE, "bare"), "two_streams": _WHOLE,
+    "reference": (*_WHOLE, "bare"),
 }  # fmt: skip
 """What each form can do to the scaled product beside a bias (``Problem.epilogue``); "bare" is to
 do without a norm."""

@@ -1,8 +1,8 @@
 """What happens to an fp32 accumulator before its one rounding: the vocabulary of the epilogues.
 
 Every kernel composes the same steps in the same order: the mean's share off (LayerNorm), times the
-scale, plus the bias, the activation or the gated pair, plus the residual; then it rounds. Each step
-is switched by a constexpr, and one that is off leaves no code.
+row's scale, plus the bias, the activation or the gated pair, times a constant, plus the residual;
+then it rounds. Each step is switched by a constexpr, and one that is off leaves no code.
 
 The two features of a gated pair lie N / 2 rows apart in the weight. A tile takes them as
 neighbours (``weight_rows``), so that the same loop computes both and one thread holds both.
@@ -77,6 +77,14 @@ def activated(z, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
         return activate(gate, ACTIVATION) * up
     else:
         return activate(z, ACTIVATION)
+
+
+@triton.jit
+def weighed(y, SCALE: tl.constexpr):
+    """y times a constant."""
+    if SCALE != 1.0:
+        y *= SCALE
+    return y
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from flashnorm_triton.kernels.epilogue import (
     plus_residual,
     rstd_of,
     scaled,
+    weighed,
     weight_rows,
 )
 
@@ -210,13 +211,15 @@ def norm_gemv_kernel(
     STAGES: tl.constexpr,
     VECTOR: tl.constexpr,
     ONE_ROW: tl.constexpr,
+    NORMED: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """z[m, n] = s[m] * sum_k x[m, k] (* gain[k]) * w[n, k] (+ bias[n]), then kernels/epilogue.py.
 
-    s = 1/rms(x[m]). Grid: (cdiv(N, BLOCK_N), cdiv(M, ROWS)). x (M, K) with row stride
-    ``stride_xm``, w (N, K) with row stride STRIDE_WN, y (M, N or N / 2) contiguous. STAGES > 1
-    copies ahead through shared memory; STAGES = 1 unrolls the loop over K, and the loads go
-    straight to registers.
+    s = 1/rms(x[m]), or 1 if not NORMED; all but the residual is multiplied by SCALE. Grid:
+    (cdiv(N, BLOCK_N), cdiv(M, ROWS)). x (M, K) with row stride ``stride_xm``, w (N, K) with row
+    stride STRIDE_WN, y (M, N or N / 2) contiguous. STAGES > 1 copies ahead through shared memory;
+    STAGES = 1 unrolls the loop over K, and the loads go straight to registers.
 
     CENTRED (LayerNorm) works on x - c, with c a value amid the row: the variance and the products
     then cancel no more than those of a row whose mean is about its deviation, in one pass.
@@ -260,7 +263,7 @@ def norm_gemv_kernel(
         _finish(
             tl.sum(acc, axis=2), tl.sum(squares, axis=1), tl.sum(sums, axis=1), bias_ptr,
             row_sums_ptr, residual_ptr, y_ptr, rows, cols, col_mask, M, eps, N, K, BLOCK_N,
-            HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
+            HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, NORMED, SCALE,
         )  # fmt: skip
 
 
@@ -269,15 +272,17 @@ def _finish(
     acc, squares, sums, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, rows, cols, col_mask, M, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, HAS_BIAS: tl.constexpr,
     CENTRED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of acc (ROWS, BLOCK_N) with its rows' squares and sums of x (CENTRED: x - c)."""
     mean = sums / K
     if CENTRED:
         squares = tl.maximum(squares - sums * mean, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    s = rstd_of(squares, K, eps)
+    s = tl.full(squares.shape, 1.0, tl.float32)
+    if NORMED:
+        s = rstd_of(squares, K, eps)
     z = scaled(acc, s, mean, bias_ptr, row_sums_ptr, cols, col_mask, HAS_BIAS, CENTRED)
-    y = activated(z, ACTIVATION, GATED)
+    y = weighed(activated(z, ACTIVATION, GATED), SCALE)
     WIDTH: tl.constexpr = N // 2 if GATED else N
     ACROSS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     out = tl.program_id(0) * ACROSS + tl.arange(0, ACROSS)

@@ -72,6 +72,14 @@ def activate(z, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
+def weighed(out, SCALE: gl.constexpr):
+    """out times a constant, in fp32."""
+    if SCALE != 1.0:
+        out = out * SCALE
+    return out
+
+
+@gluon.jit
 def plus_residual(out, residual_ptr, offsets, inside, HAS_RESIDUAL: gl.constexpr):
     """out + residual, in fp32, the last step before the rounding."""
     if HAS_RESIDUAL:

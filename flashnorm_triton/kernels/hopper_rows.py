@@ -11,7 +11,8 @@ epilogue of this one. The sums of squares come from
   reads no x from shared memory, so the squares cost no traffic there. A step ends with a wait for
   its own instruction, by when the rows of the next step are there; the other group's instruction
   runs meanwhile;
-* "given": a statistics launch before this one (``stats_then_gemm``).
+* "given": a statistics launch before this one (``stats_then_gemm``);
+* "none": nowhere, and s is 1: a linear layer without a norm.
 
 Who may reuse what, and when: a slot is refilled after its ``free`` barrier completed, which takes
 one arrival of each consumer group. A group gives the slot of step i - 1 back behind a barrier of
@@ -41,6 +42,7 @@ from flashnorm_triton.kernels.hopper_epilogue import (
     scale_of,
     scaled,
     tile_of,
+    weighed,
 )
 
 
@@ -212,13 +214,14 @@ def _store(out, y_desc, y_stage, first_m, first_n, GROUP: gl.constexpr):
 def _result(
     acc, s, mean, bias_ptr, row_sums_ptr, residual_ptr, first_m, first_n, M, N: gl.constexpr,
     HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr, ACTIVATION: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     """The epilogue of one accumulator, in fp32."""
     layout: gl.constexpr = acc.type.layout
     cols = first_n + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
     out = scaled(acc, s, mean, row_sums_ptr, cols, cols < N, 0, CENTRED)
     out = activate(plus_bias(out, bias_ptr, cols, cols < N, 0, HAS_BIAS), ACTIVATION)
+    out = weighed(out, SCALE)
     rows = first_m + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     offsets = rows.to(gl.int64)[:, None] * N + cols[None, :]
     inside = (rows < M)[:, None] & (cols < N)[None, :]
@@ -249,7 +252,7 @@ def _consume(
     y_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring, w_ring, v_ring,
     y_stage, ready, free, M, eps, N: gl.constexpr, K: gl.constexpr, GROUP_M: gl.constexpr,
     SQUARES: gl.constexpr, HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr, ACTIVATION: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, SECOND: gl.constexpr, GROUP: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, SECOND: gl.constexpr, SCALE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = w_ring.shape[0]
     WIDTH: gl.constexpr = w_ring.shape[1]
@@ -289,6 +292,9 @@ def _consume(
             mean = s
             if CENTRED:
                 mean = gl.load(mean_ptr + rows, mask=rows < M, other=0.0)
+        elif SQUARES == "none":
+            s = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, acc_layout))
+            mean = s
         else:
             squares = gl.convert_layout(squares, gl.SliceLayout(1, acc_layout))
             sums = gl.convert_layout(sums, gl.SliceLayout(1, acc_layout))
@@ -301,13 +307,13 @@ def _consume(
         else:
             out = _result(
                 acc, s, mean, bias_ptr, row_sums_ptr, residual_ptr, first_m, first_n, M, N,
-                HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL,
+                HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SCALE,
             )  # fmt: skip
         _store(out, y_desc, y_stage, first_m, first_n, GROUP)
         if SECOND == "wide":
             out = _result(
                 second, s, mean, bias_ptr, row_sums_ptr, residual_ptr, first_m, first_n + WIDTH, M,
-                N, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL,
+                N, HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SCALE,
             )  # fmt: skip
             _store(out, y_desc, y_stage, first_m, first_n + WIDTH, GROUP)
     tma.store_wait(0)
@@ -335,10 +341,13 @@ def norm_rows_kernel(
     ACTIVATION: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr,
     SECOND: gl.constexpr,
+    SCALE: gl.constexpr,
 ):
     """y = act(s * (x @ w.T - mean * row_sums) + bias) + residual; x (M, K), y and residual (M, N).
 
-    SQUARES "own" or "registers": s = 1/rms of x's rows, in the same pass; "given": s (M,) fp32.
+    SQUARES "own" or "registers": s = 1/rms of x's rows, in the same pass; "given": s (M,) fp32;
+    "none": s is 1. Without a second accumulator, or with a "wide" one, all but the residual is
+    multiplied by SCALE.
     ``row_sums`` (fp32) and the mean are there with CENTRED (LayerNorm; then s = 1 / standard
     deviation, and "given" takes mean (M,) fp32 as well). SECOND names the second accumulator: "",
     "gated" (y = act(gate) * up + residual, where w, bias and row_sums have 2N rows, gate's and then
@@ -369,10 +378,10 @@ def norm_rows_kernel(
         [
             (_consume, (y_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring,
                         w_ring, v_ring, y_stage, ready, free, M, eps, N, K, GROUP_M, SQUARES,
-                        HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND, 0)),
+                        HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND, SCALE, 0)),
             (_consume, (y_desc, bias_ptr, row_sums_ptr, residual_ptr, s_ptr, mean_ptr, x_ring,
                         w_ring, v_ring, y_stage, ready, free, M, eps, N, K, GROUP_M, SQUARES,
-                        HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND, 1)),
+                        HAS_BIAS, CENTRED, ACTIVATION, HAS_RESIDUAL, SECOND, SCALE, 1)),
             (_produce, (x_desc, w_desc, x_ring, w_ring, v_ring, ready, free, M, N, K, GROUP_M,
                         SECOND)),
         ],

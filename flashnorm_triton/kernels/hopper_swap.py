@@ -31,6 +31,7 @@ from flashnorm_triton.kernels.hopper_epilogue import (
     plus_residual,
     scale_of,
     scaled,
+    weighed,
 )
 
 
@@ -66,6 +67,7 @@ def _consume(
     ready, free, first_m, first_n, k_tiles, M, eps, N: gl.constexpr, K: gl.constexpr,
     HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, IN_FLIGHT: gl.constexpr, SPLIT: gl.constexpr,
+    NORMED: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = w_ring.shape[0]
     BLOCK_N: gl.constexpr = w_ring.shape[1]
@@ -94,10 +96,11 @@ def _consume(
         running = warpgroup_mma(w_ring.index(slot), x_columns, acc, is_async=True)
         if GATED:
             beside = warpgroup_mma(up_ring.index(slot), x_columns, up, is_async=True)
-        x = x_ring.index(slot).load(x_layout).to(gl.float32)
-        squares += x * x
-        if CENTRED:
-            sums += gl.sum(gl.reshape(x, [BLOCK_M, BLOCK_K // 8, 8]), axis=2)
+        if NORMED:
+            x = x_ring.index(slot).load(x_layout).to(gl.float32)
+            squares += x * x
+            if CENTRED:
+                sums += gl.sum(gl.reshape(x, [BLOCK_M, BLOCK_K // 8, 8]), axis=2)
         if GATED:
             acc, up = warpgroup_mma_wait(PENDING, deps=(running, beside))
         else:
@@ -120,7 +123,7 @@ def _consume(
     if SPLIT == 1:
         _finish(
             acc, up, total, shares, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m, first_n,
-            M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
+            M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, NORMED, SCALE,
         )  # fmt: skip
     else:
         tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
@@ -146,7 +149,8 @@ def _consume(
             gl.store(counter_ptr + tile, 0)
             _finish(
                 acc, acc, total, total, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m,
-                first_n, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL,
+                first_n, M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, NORMED,
+                SCALE,
             )  # fmt: skip
 
 
@@ -155,11 +159,16 @@ def _finish(
     acc, up, total, sums, bias_ptr, row_sums_ptr, residual_ptr, y_ptr, first_m, first_n, M, eps,
     N: gl.constexpr, K: gl.constexpr, HAS_BIAS: gl.constexpr, CENTRED: gl.constexpr,
     ACTIVATION: gl.constexpr, GATED: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
+    NORMED: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     """The epilogue, one rounding, the store: acc and up (BLOCK_N, BLOCK_M), totals (BLOCK_M)."""
     BLOCK_N: gl.constexpr = acc.shape[0]
     BLOCK_M: gl.constexpr = acc.shape[1]
-    s, mean = scale_of(total, sums, K, eps, CENTRED)
+    if NORMED:
+        s, mean = scale_of(total, sums, K, eps, CENTRED)
+    else:
+        s = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(0, acc.type.layout))
+        mean = s
     n = first_n + gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc.type.layout))
     acc = scaled(acc, s, mean, row_sums_ptr, n, n < N, 1, CENTRED)
     if GATED:
@@ -177,7 +186,7 @@ def _finish(
         out = activate(plus_bias(out, bias_ptr, cols, cols < N, 1, HAS_BIAS), ACTIVATION)
     offsets = rows.to(gl.int64)[None, :] * N + cols[:, None]
     inside = (rows < M)[None, :] & (cols < N)[:, None]
-    out = plus_residual(out, residual_ptr, offsets, inside, HAS_RESIDUAL)
+    out = plus_residual(weighed(out, SCALE), residual_ptr, offsets, inside, HAS_RESIDUAL)
     gl.store(y_ptr + offsets, out.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -203,12 +212,15 @@ def norm_swap_kernel(
     HAS_RESIDUAL: gl.constexpr,
     IN_FLIGHT: gl.constexpr,
     SPLIT: gl.constexpr,
+    NORMED: gl.constexpr,
+    SCALE: gl.constexpr,
 ):
     """y = act(s * (x @ w.T - mean * row_sums) + bias) + residual, for one BLOCK_M x BLOCK_N tile.
 
     y and residual are (M, N) contiguous, s = 1/rms of a row of x (M, K). ``row_sums`` (fp32) and
     the mean are there with CENTRED, which makes it LayerNorm: s = 1 / standard deviation. GATED:
     y = act(gate) * up + residual, where w, bias and row_sums have 2N rows, gate's and then up's.
+    s is 1 if not NORMED; all but the residual is multiplied by SCALE.
 
     Grid: (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLIT). The block sizes are those of the descriptors
     of x and w (N or 2N, K). Launch with 4 warps: the consumer is one warp group.
@@ -248,7 +260,8 @@ def norm_swap_kernel(
         [
             (_consume, (bias_ptr, row_sums_ptr, residual_ptr, y_ptr, partial_ptr, counter_ptr,
                         x_ring, w_ring, up_ring, ready, free, first_m, first_n, my_tiles, M, eps, N,
-                        K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, IN_FLIGHT, SPLIT)),
+                        K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, IN_FLIGHT, SPLIT,
+                        NORMED, SCALE)),
             (_produce, (x_desc, w_desc, x_ring, w_ring, up_ring, ready, free, first_m, first_n,
                         first_k * BLOCK_K, my_tiles, N, GATED)),
         ],

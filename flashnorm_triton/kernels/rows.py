@@ -1,8 +1,8 @@
 """Row kernels: the scale of every row (LayerNorm: and its mean), the stand-alone norm, its end.
 
 ``row_rstd_kernel`` is the first launch of ``stats_then_gemm``; ``rms_norm_kernel`` the first of
-``unfused``, ``finish_kernel`` its last where something follows the matmul. One program a row; a
-row that fits in one block is read once.
+``unfused``, ``finish_kernel`` its last where something follows the matmul. With a residual the norm
+is the end of a sandwich. One program a row; a row that fits in one block is read once.
 """
 
 import triton
@@ -67,14 +67,19 @@ def row_rstd_kernel(
 def rms_norm_kernel(
     x_ptr,
     gain_ptr,
+    residual_ptr,
     y_ptr,
     stride_xm,
     eps,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_GAIN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
-    """y[m, k] = x[m, k] * s[m] (* gain[k]), one rounding. Grid: (M,). y (M, K) contiguous."""
+    """y[m, k] = x[m, k] * s[m] (* gain[k]) (+ residual[m, k]), one rounding.
+
+    Grid: (M,). residual and y (M, K) contiguous.
+    """
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * stride_xm
     y_row = y_ptr + row * K
@@ -85,6 +90,7 @@ def rms_norm_kernel(
         y = x * rstd_of(tl.sum(x * x, axis=0), K, eps)
         if HAS_GAIN:
             y *= tl.load(gain_ptr + ks, mask=mask, other=0.0).to(tl.float32)
+        y = plus_residual(y, residual_ptr, row * K + ks, mask, HAS_RESIDUAL)
         tl.store(y_row + ks, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         s = rstd_of(sum_of_squares(x_row, K, BLOCK_K), K, eps)
@@ -93,6 +99,7 @@ def rms_norm_kernel(
             y_k = tl.load(x_row + ks + k, mask=tail, other=0.0).to(tl.float32) * s
             if HAS_GAIN:
                 y_k *= tl.load(gain_ptr + ks + k, mask=tail, other=0.0).to(tl.float32)
+            y_k = plus_residual(y_k, residual_ptr, row * K + ks + k, tail, HAS_RESIDUAL)
             tl.store(y_row + ks + k, y_k.to(y_ptr.dtype.element_ty), mask=tail)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.compile_unit import CompileUnit
 from flashnorm_triton.compiled import TRITON_DTYPE, Kernel
@@ -22,11 +23,12 @@ from flashnorm_triton.launch.hopper import HopperRows, HopperSwap
 from flashnorm_triton.launch.norms import Finish, RmsNorm, RowStats
 from flashnorm_triton.launch.overlap import Overlap, ScaleRows
 from flashnorm_triton.launch.portable import Gemv, ScaledGemm, Tiles, Unfused
+from flashnorm_triton.launch.rotary import RotaryHeads
 from flashnorm_triton.plans import Plan, Problem, other_plans, shipped_plans
 
 __all__ = [
-    "FAMILIES", "Entry", "Finish", "Geometry", "HeadNorm", "Kernel", "RmsNorm", "RowStats", "Run",
-    "ScaleRows", "compile_units", "unit_name",
+    "FAMILIES", "Entry", "Finish", "Geometry", "HeadNorm", "Kernel", "RmsNorm", "RotaryHeads",
+    "RowStats", "Run", "ScaleRows", "compile_units", "unit_name",
 ]  # fmt: skip
 
 FAMILIES: dict[str, Any] = {
@@ -75,6 +77,7 @@ def compile_units() -> Iterator[CompileUnit]:
             named = [entry if gains else entry._replace(gain=-1) for entry in heads]
             family = HeadNorm(named[: None if k else 16], 4096, 4096, k, gains, torch.device("cpu"))
             yield family.unit(f"heads-{dtype}-{k or 'scaled'}", dtype)
+    yield from _rotary_units()
     others = [
         (Problem(d, 512, 3072, 2048), p)
         for p in other_plans()
@@ -94,6 +97,24 @@ def compile_units() -> Iterator[CompileUnit]:
             yield family.kernel.unit(name, problem.dtype, family.targets)
 
 
+def _rotary_units() -> Iterator[CompileUnit]:
+    """Attention's inputs in three layouts, and the end of a sandwich norm."""
+    wide = Layout(16, 8, 80, 1e-6, True, True)
+    for layout, rotary, tile in (
+        (Layout(32, 8, 64), 64, 256), (Layout(4, 1, 256, 1e-6), 256, 1024), (wide, 40, 1024)
+    ):  # fmt: skip
+        normed, few = layout.eps is not None, tile == 256
+        made = RotaryHeads(
+            layout, rotary, q_gain=normed, k_gain=normed, shared=few, cached=few, tile=tile
+        )
+        for dtype in TRITON_DTYPE:
+            angles = dtype if few else "float32"
+            yield made.unit(f"rotary-{dtype}-{layout.head_dim}-{rotary}", dtype, angles)
+    for dtype in TRITON_DTYPE:
+        made = RmsNorm(4096, True, getattr(torch, dtype), has_residual=True)
+        yield made.kernel.unit(f"add_rms_norm-{dtype}-4096", dtype)
+
+
 def _with_epilogues() -> Iterator[tuple[Problem, Plan]]:
     """Every form in plain Triton with all that it can do after the product."""
     whole = Problem(
@@ -102,6 +123,12 @@ def _with_epilogues() -> Iterator[tuple[Problem, Plan]]:
     )  # fmt: skip
     yield replace(whole, has_gain=True), Plan("single_pass", "gemv", 1, 4, 512, 2, 1)
     yield replace(whole, dtype="float32"), Plan("single_pass", "gemv", 4, 4, 1024, 4, 1)
+    bare = Problem("bfloat16", 64, 4096, 2048, True, normed=False, has_residual=True, scale=0.5)
+    yield bare, Plan("single_pass", "gemv", 1, 4, 512, 2, 1)
+    yield bare, Plan("single_pass", "gemv", 4, 8, 512, 2, 3)
+    yield bare, Plan("single_pass", "hopper_swap", 16, 64, 256, 4, 3)
+    yield bare, Plan("single_pass", "hopper_swap", 32, 64, 128, 4, 6, in_flight=1)
+    yield bare, Plan("stats_then_gemm", "hopper_rows", 128, 128, 64, 4, 5, squares="given")
     own = replace(whole, centred=False)
     for plan in other_plans():
         if plan.form == "tiles":

@@ -55,6 +55,8 @@ class HopperSwap(_Hopper):
                 "GATED": problem.gated,
                 "IN_FLIGHT": plan.in_flight,
                 "SPLIT": plan.split_k,
+                "NORMED": problem.normed,
+                "SCALE": problem.scale,
             },
             self.types(x_desc=(plan.block_m, plan.block_k), w_desc=(plan.block_n, plan.block_k)),
             **self.options(),
@@ -104,7 +106,8 @@ class HopperRows(_Hopper):
                 f"plan {plan.form!r} writes y by TMA and needs N a multiple of 8, not "
                 f"{problem.width}: use another plan"
             )
-        self.stats = RowStats(problem) if plan.squares == "given" else None
+        given = problem.normed and plan.squares == "given"
+        self.stats = RowStats(problem) if given else None
         wide = limits.two_halves(plan)
         # Columns of one accumulator.
         self.columns = plan.block_n // 2 if wide else plan.block_n
@@ -115,9 +118,10 @@ class HopperRows(_Hopper):
                 "K": problem.k,
                 "STAGES": plan.num_stages,
                 "GROUP_M": plan.group_m,
-                "SQUARES": plan.squares,
+                "SQUARES": plan.squares if problem.normed else "none",
                 **self.epilogue(),
                 "SECOND": "wide" if wide else "gated" if problem.gated else "",
+                "SCALE": problem.scale,
             },
             self.types(
                 x_desc=(plan.block_m, plan.block_k),

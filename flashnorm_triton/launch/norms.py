@@ -47,27 +47,35 @@ class RowStats:
 
 
 class RmsNorm:
-    """The stand-alone norm: y of x's shape and dtype, contiguous."""
+    """The stand-alone norm, or residual + norm: y of x's shape and dtype, contiguous."""
 
-    def __init__(self, k: int, has_gain: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, k: int, has_gain: bool, dtype: torch.dtype, has_residual: bool = False
+    ) -> None:
         from flashnorm_triton.kernels.rows import rms_norm_kernel
 
         block_k = _row_block(k)
         self.k, self.dtype = k, dtype
         self.kernel = Kernel(
             rms_norm_kernel,
-            {"K": k, "BLOCK_K": block_k, "HAS_GAIN": has_gain},
+            {
+                "K": k,
+                "BLOCK_K": block_k,
+                "HAS_GAIN": has_gain,
+                "HAS_RESIDUAL": has_residual,
+            },
             num_warps=4 if block_k <= 2048 else 8,
         )
 
-    def bind(self, geometry: Geometry, eps: float) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def bind(self, geometry: Geometry, eps: float) -> Callable[..., Tensor]:
+        """run(x, gain, residual=None) -> y."""
         m, stride, lead, device = geometry
         launch = self.kernel.bind((m, 1, 1), device, last=(stride, eps))
         output = empty_of((*lead, self.k), self.dtype, device)
 
-        def run(x: Tensor, gain: Tensor | None) -> Tensor:
+        def run(x: Tensor, gain: Tensor | None, residual: Tensor | None = None) -> Tensor:
             y = output(x)
-            launch(x, gain, y)
+            launch(x, gain, residual, y)
             return y
 
         return run

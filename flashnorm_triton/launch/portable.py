@@ -49,6 +49,8 @@ class Gemv:
                 "STAGES": plan.num_stages,
                 "VECTOR": 16 // ELEMENT_BYTES[problem.dtype],
                 "ONE_ROW": plan.block_m == 1 and not problem.epilogue,
+                "NORMED": problem.normed,
+                "SCALE": problem.scale,
             },
             num_warps=plan.num_warps,
         )
