@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashnorm_triton import block_reference, launch, runtime
+from flashnorm_triton import block_reference, fallback, launch
 from flashnorm_triton.block_checks import check_add_rms_norm, check_caches, check_rotary_heads
 from flashnorm_triton.block_reference import Layout
+from flashnorm_triton.dispatch import on_device
 from flashnorm_triton.launch.rotary import WIDEST, RotaryHeads
 
 _READY_MOST = 2048
@@ -37,26 +38,29 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None) -
     run = _ready.get(key)
     if run is None:
         check_add_rms_norm(x, residual, eps, gain)
-        run = _keep(key, _prepare_norm(x, residual, float(eps), gain))
+
+        def in_torch(x: Tensor, gain: Tensor | None, residual: Tensor) -> Tensor:
+            return block_reference.add_rms_norm(x, residual, eps, gain).contiguous()
+
+        def prepare() -> Callable[..., Tensor]:
+            return _prepare_norm(x, residual, float(eps), gain) or in_torch
+
+        return _first_call(key, "add_rms_norm", prepare, in_torch, x, gain, residual)
     return run(x, gain, residual)
 
 
 def _prepare_norm(
     x: Tensor, residual: Tensor, eps: float, gain: Tensor | None
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor] | None:
     given = [tensor for tensor in (x, residual, gain) if tensor is not None]
     if not _served(x) or not all(tensor.is_contiguous() for tensor in given):
-
-        def in_torch(x: Tensor, gain: Tensor | None, residual: Tensor) -> Tensor:
-            return block_reference.add_rms_norm(x, residual, eps, gain).contiguous()
-
-        return in_torch
+        return None
     k = x.shape[-1]
     kept = ("norm", k, x.get_device(), *map(_compiled_for, (x, residual, gain)))
     if kept not in _kernels:
         _kernels[kept] = launch.RmsNorm(k, gain is not None, True)
     geometry = launch.Geometry(x.numel() // k, k, x.shape[:-1], x.get_device())
-    return _on_device(_kernels[kept].bind(geometry, eps), x)
+    return on_device(_kernels[kept].bind(geometry, eps), x)
 
 
 def rotary_heads(
@@ -72,7 +76,15 @@ def rotary_heads(
     run = _ready.get(key)
     if run is None:
         check_rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
-        run = _keep(key, _prepare_heads(qkv, cos, sin, q_gain, k_gain, layout))
+        given = qkv, cos, sin, q_gain, k_gain
+
+        def in_torch(*given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            return block_reference.rotary_heads(*given, layout)
+
+        def prepare() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+            return _prepare_heads(given, layout) or in_torch
+
+        return _first_call(key, "rotary_heads", prepare, in_torch, *given)
     return run(qkv, cos, sin, q_gain, k_gain)
 
 
@@ -94,23 +106,30 @@ def rotary_heads_cached(
     if run is None:
         check_rotary_heads(qkv, cos, sin, q_gain, k_gain, layout)
         check_caches(qkv, *caches, layout)
-        run = _keep(key, _prepare_cached(qkv, cos, sin, q_gain, k_gain, caches, layout))
+        given = qkv, cos, sin, q_gain, k_gain
+
+        def prepare() -> Callable[..., Tensor]:
+            return _launcher(given, caches, layout) or in_torch
+
+        def in_torch(*operands: Tensor) -> Tensor:
+            position, key_cache, value_cache = operands[5:]
+            q, k, v = block_reference.rotary_heads(*operands[:5], layout)
+            key_cache.index_copy_(2, position.long(), k)
+            value_cache.index_copy_(2, position.long(), v)
+            return q
+
+        operands = *given, cache_position, key_cache, value_cache
+        return _first_call(key, "rotary_heads", prepare, in_torch, *operands)
     return run(qkv, cos, sin, q_gain, k_gain, cache_position, key_cache, value_cache)
 
 
 def _prepare_heads(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    layout: Layout,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    given = qkv, cos, sin, q_gain, k_gain
+    given: tuple[Tensor | None, ...], layout: Layout
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
     launched = _launcher(given, None, layout)
     if launched is None:
-        return lambda *given: block_reference.rotary_heads(*given, layout)
-    batch, tokens = qkv.shape[:2]
+        return None
+    batch, tokens = given[0].shape[:2]
     shape = (2, batch, layout.kv_heads, tokens, layout.head_dim)
 
     def run(
@@ -124,29 +143,6 @@ def _prepare_heads(
         return launched(qkv, cos, sin, q_gain, k_gain, None, k, v), k, v
 
     return run
-
-
-def _prepare_cached(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_gain: Tensor | None,
-    k_gain: Tensor | None,
-    caches: tuple[Tensor, Tensor, Tensor],
-    layout: Layout,
-) -> Callable[..., Tensor]:
-    launched = _launcher((qkv, cos, sin, q_gain, k_gain), caches, layout)
-    if launched is not None:
-        return launched
-
-    def in_torch(*operands: Tensor) -> Tensor:
-        position, key_cache, value_cache = operands[5:]
-        q, k, v = block_reference.rotary_heads(*operands[:5], layout)
-        key_cache.index_copy_(2, position.long(), k)
-        value_cache.index_copy_(2, position.long(), v)
-        return q
-
-    return in_torch
 
 
 def _launcher(
@@ -178,7 +174,7 @@ def _launcher(
     run = _kernels[kept].bind(batch, tokens, qkv.get_device())
     if not all(t is None or t.is_contiguous() for t in (*given, position)):
         run = _dense(run)
-    return _on_device(run, qkv)
+    return on_device(run, qkv)
 
 
 def _served(x: Tensor) -> bool:
@@ -186,8 +182,12 @@ def _served(x: Tensor) -> bool:
 
     Interpreted kernels are for tests of the kernels themselves: they take seconds.
     """
-    here = x.is_cuda and runtime.triton_available()
-    return here and x.dtype != torch.float64 and x.numel() > 0
+    if not fallback.has_kernels(x) or x.dtype == torch.float64 or x.numel() == 0:
+        return False
+    if reason := fallback.unavailable(x):
+        fallback.warn_once(reason, f"running plain torch: {reason}", stacklevel=6)
+        return False
+    return True
 
 
 def _traits(tensor: Tensor) -> tuple:
@@ -219,24 +219,17 @@ def _dense(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return copied
 
 
-def _on_device(run: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
-    """``run`` on x's device, whatever the current one."""
-    if not x.is_cuda:
-        return run
-    index, current = x.get_device(), torch._C._cuda_getDevice
-
-    def on_device(*operands: Tensor | None) -> Tensor:
-        if current() == index:
-            return run(*operands)
-        with torch.cuda.device(index):
-            return run(*operands)
-
-    return on_device
-
-
-def _keep(key: tuple, run: Callable[..., Any]) -> Callable[..., Any]:
+def _first_call(
+    key: tuple,
+    name: str,
+    prepare: Callable[[], Callable[..., Any]],
+    in_torch: Callable[..., Any],
+    *operands: Tensor | None,
+) -> Any:
+    """Make a call of a new key, and keep what made it."""
+    result, run = fallback.first_call(f"the {name} kernel", prepare, in_torch, *operands)
     # Keys hold exact shapes; prompts of ever new lengths must not fill the memory.
     if len(_ready) >= _READY_MOST:
         _ready.clear()
     _ready[key] = run
-    return run
+    return result

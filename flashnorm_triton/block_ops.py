@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from flashnorm_triton import block_dispatch, block_reference, dispatch
+from flashnorm_triton import block_dispatch, block_reference, dispatch, transforms
 from flashnorm_triton.block_checks import check_add_rms_norm, check_caches, check_rotary_heads
 from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.dispatch import Call, Epilogue
@@ -148,10 +147,13 @@ def rotary_heads(
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:
-    """Whether a gradient, backward or forward, may be wanted of these."""
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    """Whether a gradient may be wanted of these, or a transform of torch.func is at work."""
+    if transforms.differentiated() or (not _is_compiling() and transforms.transformed()):
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def _autocasting(x: Tensor) -> bool:

@@ -12,11 +12,13 @@ from numerics import LIMIT, errors, norm64, poisoned, stock_norm
 from test_block_ops import LAYOUTS, assert_heads, call, heads_case
 from torch import Tensor
 
-from flashnorm_triton import block_dispatch, block_ops
+from flashnorm_triton import block_dispatch, block_ops, fallback
 from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.plans import Plan
 
 pytest.importorskip("triton")
+# A kernel that fails gives way to torch, with a warning.
+pytestmark = pytest.mark.filterwarnings("error:flashnorm_triton:RuntimeWarning")
 
 # The interpreter truncates where it should round to bfloat16.
 DTYPES = (torch.float16, torch.float32) + ((torch.bfloat16,) if HAS_GPU else ())
@@ -34,6 +36,7 @@ def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(block_dispatch, "_served", lambda x: x.dtype != torch.float64)
     monkeypatch.setattr(block_dispatch, "_ready", {})
     monkeypatch.setattr(block_dispatch, "_kernels", {})
+    fallback.forget()
     yield
 
 
