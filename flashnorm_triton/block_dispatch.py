@@ -17,6 +17,7 @@ from flashnorm_triton import block_reference, fallback, launch
 from flashnorm_triton.block_checks import check_add_rms_norm, check_caches, check_rotary_heads
 from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.dispatch import on_device
+from flashnorm_triton.launch.common import empty_of
 from flashnorm_triton.launch.rotary import WIDEST, RotaryHeads
 
 _READY_MOST = 2048
@@ -58,7 +59,7 @@ def _prepare_norm(
     k = x.shape[-1]
     kept = ("norm", k, x.get_device(), *map(_compiled_for, (x, residual, gain)))
     if kept not in _kernels:
-        _kernels[kept] = launch.RmsNorm(k, gain is not None, True)
+        _kernels[kept] = launch.RmsNorm(k, gain is not None, x.dtype, has_residual=True)
     geometry = launch.Geometry(x.numel() // k, k, x.shape[:-1], x.get_device())
     return on_device(_kernels[kept].bind(geometry, eps), x)
 
@@ -130,7 +131,8 @@ def _prepare_heads(
     if launched is None:
         return None
     batch, tokens = given[0].shape[:2]
-    shape = (2, batch, layout.kv_heads, tokens, layout.head_dim)
+    shape = batch, layout.kv_heads, tokens, layout.head_dim
+    empty = empty_of(shape, given[0].dtype, given[0].get_device())
 
     def run(
         qkv: Tensor,
@@ -139,7 +141,7 @@ def _prepare_heads(
         q_gain: Tensor | None,
         k_gain: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = qkv.new_empty(shape)
+        k, v = empty(qkv), empty(qkv)
         return launched(qkv, cos, sin, q_gain, k_gain, None, k, v), k, v
 
     return run
@@ -171,7 +173,8 @@ def _launcher(
     kept = (layout, qkv.get_device(), *how.values(), *map(_compiled_for, (*given, position)))
     if kept not in _kernels:
         _kernels[kept] = RotaryHeads(layout, **how)
-    run = _kernels[kept].bind(batch, tokens, qkv.get_device())
+    places = tokens if caches is None else caches[0].shape[2]
+    run = _kernels[kept].bind(batch, tokens, places, qkv)
     if not all(t is None or t.is_contiguous() for t in (*given, position)):
         run = _dense(run)
     return on_device(run, qkv)

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.compile_unit import CompileUnit
 from flashnorm_triton.compiled import TRITON_DTYPE, Kernel
-from flashnorm_triton.launch.common import cdiv
+from flashnorm_triton.launch.common import cdiv, empty_of
 
 WIDEST = 1024  # columns of a head that one program holds
 
@@ -55,14 +55,17 @@ class RotaryHeads:
             num_warps=max(1, min(4, heads * block // 256)),
         )
 
-    def bind(self, batch: int, tokens: int, device: int) -> Callable[..., Tensor]:
+    def bind(self, batch: int, tokens: int, places: int, like: Tensor) -> Callable[..., Tensor]:
         """run(qkv, cos, sin, q_gain, k_gain, position, k, v) -> q, which it allocates.
 
-        k and v (B, kv, places, D) contiguous are written.
+        k and v (B, kv, places, D) contiguous are written. ``like`` is a qkv.
         """
-        kernel, grid = self.kernel, (batch * tokens, self.parts, 1)
-        shape = (batch, tokens, self.layout.q_heads, self.layout.head_dim)
+        device = like.get_device()
         eps = float(self.layout.eps or 0.0)
+        grid = (batch * tokens, self.parts, 1)
+        launch = self.kernel.bind(grid, device, last=(tokens, places, eps))
+        shape = (batch, tokens, self.layout.q_heads, self.layout.head_dim)
+        empty = empty_of(shape, like.dtype, device)
 
         def run(
             qkv: Tensor,
@@ -74,11 +77,8 @@ class RotaryHeads:
             k: Tensor,
             v: Tensor,
         ) -> Tensor:
-            q = qkv.new_empty(shape)
-            kernel(
-                grid, device, qkv, cos, sin, q_gain, k_gain, position, q, k, v, tokens, k.shape[2],
-                eps,
-            )  # fmt: skip
+            q = empty(qkv)
+            launch(qkv, cos, sin, q_gain, k_gain, position, q, k, v)
             return q.transpose(1, 2)
 
         return run
