@@ -1,4 +1,5 @@
-"""Figures from a result file: speedup curves of an operation, or bars of a model's tokens a second.
+"""Figures from a result file: speedup curves of an operation or of two streams, or bars of a
+model's tokens a second.
 
     python bench/plot.py bench/results/<gpu>/norm_linear.json [-o FIGURE.svg]
 
@@ -204,9 +205,69 @@ def generate_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, An
     return figure
 
 
+# What two streams are compared with, and how its line looks
+_RIVALS = {
+    "sequential": ("the same work in one stream", OURS),
+    "stock": ("stock modules", STOCK),
+    "unfused": ("one-launch norm, then linear", INK),
+    "chosen": ("the plan in use", LOSS),
+}
+
+
+def overlap_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Figure:
+    """One panel a shape, dtype and epilogue: what overlap gains over every other way, by tokens.
+
+    Raises ``ResultsError`` when nothing was measured.
+    """
+    good = report.measured(records)
+    if not good:
+        raise results.ResultsError("no record has a time: every cell failed")
+    panels: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for r in good:
+        panels.setdefault((r["dtype"], r["epilogue"], r["k"], r["n"]), []).append(r)
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(WIDTH_IN, 2.1 * rows + 1.1), squeeze=False, layout="constrained"
+    )
+    for ax, ((dtype, epilogue, k, n), cells) in zip(axes.ravel(), panels.items(), strict=False):
+        cells = sorted(cells, key=lambda r: r["m"])
+        ax.axhline(1, color=INK, linewidth=0.8)
+        for name, (label, color) in _RIVALS.items():
+            points = [(r["m"], r["over"][name]) for r in cells if name in r["over"]]
+            if points:
+                ax.plot(
+                    *zip(*points, strict=True), "-o", color=color, label=label, markersize=3,
+                    linewidth=1.4,
+                )  # fmt: skip
+        ax.set_xscale("log", base=2)
+        ticks = [r["m"] for r in cells][:: 1 if len(cells) < 5 else 2]
+        ax.set_xticks(ticks, [str(tick) for tick in ticks])
+        ax.minorticks_off()
+        ax.grid(axis="y", color="#d8dee4", linewidth=0.6)
+        ax.set_axisbelow(True)
+        ax.set_title(f"{k} → {n}   {dtype} {epilogue}".rstrip(), fontsize=9, loc="left")
+        ax.set_ylabel("time / overlap's")
+    for ax in axes.ravel()[len(panels) :]:
+        ax.set_visible(False)
+    for ax in axes[-1]:
+        ax.set_xlabel("tokens (rows of x)")
+    figure.suptitle(
+        "matmul beside the statistics, on two streams  (above 1 overlap is faster)",
+        fontsize=11, x=0.01, ha="left",
+    )  # fmt: skip
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    legend = figure.legend(
+        handles, labels, loc="outside lower left", ncols=4, frameon=False, title=caption(header),
+        title_fontsize=7.5, alignment="left",
+    )  # fmt: skip
+    legend.get_title().set_color(FAINT)
+    return figure
+
+
 def draw(loaded: results.Results) -> Figure:
     """The figure that fits the records."""
-    kinds = {"op": speedup_figure, "mode": generate_figure}
+    kinds = {"overlaps_us": overlap_figure, "op": speedup_figure, "mode": generate_figure}
     kind = next((kinds[k] for k in kinds if any(k in r for r in loaded.records)), None)
     if kind is None:
         raise results.ResultsError("there is no figure for records of this kind, or of none")

@@ -1,0 +1,121 @@
+"""bench/faults.py: instruments that need no GPU, the merged file, the table and its verdicts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from planted_faults import FAULTS, healthy, planted
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import fault_instruments as instruments
+from bench import faults
+from flashnorm_triton import results
+
+HEAD = {
+    "schema": 1, "gpu": "NVIDIA Made Up", "torch": "2.11.0", "triton": "3.6.0",
+    "transformers": "5.17.0", "driver": "580.1", "kernel_hash": "ab" * 20,
+    "date": "2026-01-02T03:04:05Z", "copy_tb_s": 4.0, "matmul_tflops": 800.0,
+}  # fmt: skip
+
+
+def record(fault: str, instrument: str, caught: bool | None, **more) -> dict:
+    return {
+        "fault": fault, "instrument": instrument, "caught": caught,
+        "launches": 7 if caught else None, "seconds": None, "detail": "so", "false_alarm": False,
+        "control": "quiet", **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def quiet(monkeypatch, device):
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    return instruments.Case(FAULTS["stale_scale"], str(device))
+
+
+def test_one_quiet_launch_misses_a_stale_scale_and_a_second_input_does_not(quiet):
+    with planted("stale_scale"):
+        assert not instruments.unit(quiet, 1).caught
+        assert bool(quiet.is_wrong(quiet.run(quiet.x[1]), 1))
+    with healthy("stale_scale"):
+        assert not instruments.unit(quiet, 1).caught
+        assert not bool(quiet.is_wrong(quiet.run(quiet.x[1]), 1))
+
+
+def test_a_value_that_is_not_finite_is_wrong(quiet):
+    y = quiet.run(quiet.x[0]).clone()
+    assert not bool(quiet.is_wrong(y, 0))
+    y[3, 5] = torch.nan
+    assert bool(quiet.is_wrong(y, 0))
+
+
+def test_perplexity_in_one_window_misses_what_two_show(device):
+    pytest.importorskip("transformers")
+    one = instruments.Perplexity(tokens=64, length=64, device=str(device))
+    two = instruments.Perplexity(tokens=128, length=64, device=str(device))
+    for look, seen in ((one, False), (two, True)):
+        with planted("stale_scale"):
+            assert look().caught is seen
+        with healthy("stale_scale"):
+            assert not look().caught
+
+
+def test_a_record_has_the_fault_and_its_control():
+    said = iter([instruments.Seen(3, True, "wrong"), instruments.Seen(9, False, "right")])
+    asked = []
+
+    def look(instrument, fault, faulty):
+        asked.append((instrument, faulty))
+        return next(said)
+
+    found = faults.record_of(FAULTS["stale_scale"], "unit", look, None)
+    assert asked == [("unit", True), ("unit", False)]
+    assert (found["caught"], found["launches"], found["false_alarm"]) == (True, 3, False)
+    nothing = faults.record_of(FAULTS["stale_scale"], "lint", look, "no kernel of ours")
+    assert nothing["caught"] is None and nothing["detail"] == "no kernel of ours"
+    results.validate(HEAD, [found, nothing])
+
+
+def test_merging_replaces_its_own_and_drops_what_was_seen_of_other_kernels(tmp_path):
+    path = tmp_path / "faults.json"
+    faults.merge(path, HEAD, [record("no_fork", "unit", False), record("no_wait", "unit", False)])
+    faults.merge(path, HEAD, [record("no_wait", "unit", True), record("no_wait", "lag", None)])
+    found = {(r["fault"], r["instrument"]): r["caught"] for r in results.load(path).records}
+    assert found == {
+        ("no_wait", "unit"): True,
+        ("no_wait", "lag"): None,
+        ("no_fork", "unit"): False,
+    }
+    assert results.load(path).records[0]["fault"] == "no_wait"  # in the order of the registry
+    faults.merge(path, {**HEAD, "kernel_hash": "cd" * 20}, [record("no_wait", "lag", True)])
+    assert len(results.load(path).records) == 1
+
+
+def test_the_table_and_its_verdicts():
+    records = [
+        record("no_wait", "unit", False),
+        record("no_wait", "bits", True),
+        record("no_fork", "unit", False),
+        record("no_fork", "bits", None),
+    ]
+    text = faults.table(records)
+    assert text.splitlines()[0] == "| fault | unit | bits |"
+    assert "| `no_wait` | missed | **seen** (7) |" in text
+    assert "| `no_fork` | missed | – |" in text
+    assert faults.verdicts(records) == ["no_fork: no instrument saw it"]
+    alarm = record("no_wait", "bits", True, false_alarm=True)
+    assert "complained of no_wait's plan without the fault" in faults.verdicts([alarm])[0]
+
+
+def test_what_does_not_apply():
+    lint = instruments.applies(FAULTS["stale_scale"], "lint")
+    assert lint == "no kernel of ours"
+    assert instruments.applies(FAULTS["stale_scale"], "unit") is None
+    assert "fork" in instruments.applies(FAULTS["dropped_slot"], "delay")
+    if not torch.cuda.is_available():
+        assert instruments.applies(FAULTS["no_wait"], "bits") == "needs a GPU"
+        assert faults.main([]) == 2
