@@ -332,6 +332,8 @@ def layout_of(use: LinearUse, norms: list[str]) -> Layout:
     for norm in norms:
         for start, width in use.normed[norm]:
             starts.setdefault(start, (width, []))[1].append(norm)
+    if not starts:
+        return Layout(1, (Piece(use.columns),))
     pieces, column, scaled = [], 0, 0
     while column < use.columns:
         width, readers = starts.get(column, (1, []))
@@ -353,24 +355,46 @@ def layout_of(use: LinearUse, norms: list[str]) -> Layout:
     return Layout(len(pieces) // period, tuple(pieces[:period]))
 
 
+@dataclass(frozen=True)
+class _Emit:
+    """What a site's norm does with shapes: ``width`` columns come out."""
+
+    width: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], self.width))
+
+
+@dataclass(frozen=True)
+class _Take:
+    """What a site's linear does with shapes: it takes its range of the columns."""
+
+    start: int
+    width: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.narrow(-1, self.start, self.width)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a later norm does with shapes: it takes its ``1 / of`` of the heads."""
+
+    of: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x if self.of == 1 else x.narrow(-2, 0, x.shape[-2] // self.of)
+
+
 def _stand_ins(entry: CancelReport) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What the modules of a site do with shapes."""
+    """What the modules of a site do with shapes: equal where two sites are alike."""
     widths = [layout.columns_out for layout in entry.layouts]
-
-    def emit(x: Tensor) -> Tensor:
-        return x.new_empty((*x.shape[:-1], sum(widths)))
-
-    stand_ins: dict[str, Callable[[Tensor], Tensor]] = {entry.norm: emit}
+    stand_ins: dict[str, Callable[[Tensor], Tensor]] = {entry.norm: _Emit(sum(widths))}
     for index, name in enumerate(entry.consumers):
-        start, width = sum(widths[:index]), widths[index]
-        stand_ins[name] = lambda x, start=start, width=width: x.narrow(-1, start, width)
+        stand_ins[name] = _Take(sum(widths[:index]), widths[index])
     for layout in entry.layouts:
         for piece in layout.pieces:
-            for norm in piece.norms:
-                share = len(piece.norms)
-                stand_ins[norm] = lambda x, of=share: (
-                    x if of == 1 else x.narrow(-2, 0, x.shape[-2] // of)
-                )
+            stand_ins.update(dict.fromkeys(piece.norms, _Share(len(piece.norms))))
     return stand_ins
 
 

@@ -8,6 +8,7 @@ Whatever else touches an output is written down for the columns it touched.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,18 @@ class LinearUse:
     other: dict[int, str] = field(default_factory=dict)
     heads_before_last: bool = True
 
+    def size(self) -> tuple[int, ...]:
+        """How much is written down: it changes with every addition."""
+        grids = sum(map(len, self.normed.values()))
+        return len(self.normed), grids, len(self.other), self.heads_before_last
+
+    def of_another(self, moved: Callable[[str], str], told: Callable[[str], str]) -> LinearUse:
+        """The same of another layer's linear: ``moved`` gives the names there, ``told`` texts."""
+        normed = {moved(name): set(ranges) for name, ranges in self.normed.items()}
+        texts = {text: told(text) for text in set(self.other.values())}
+        other = {column: texts[text] for column, text in self.other.items()}
+        return LinearUse(self.columns, normed, other, self.heads_before_last)
+
 
 @dataclass
 class NormUse:
@@ -59,6 +72,15 @@ class NormUse:
     grids: set[frozenset[tuple[int, int]]] = field(default_factory=set)
     operations: int = 0
     obstacles: dict[str, None] = field(default_factory=dict)
+
+    def size(self) -> tuple[int, ...]:
+        """How much is written down: it changes with every addition."""
+        return len(self.sources), len(self.grids), self.operations, len(self.obstacles)
+
+    def of_another(self, moved: Callable[[str], str], told: Callable[[str], str]) -> NormUse:
+        """The same of a norm in another layer: ``moved`` gives the names there, ``told`` texts."""
+        obstacles = {told(text): None for text in self.obstacles}
+        return NormUse(set(map(moved, self.sources)), set(self.grids), self.operations, obstacles)
 
 
 @dataclass(frozen=True)
@@ -83,8 +105,9 @@ class ColumnTracer(Tracer):
         norms: Iterable[str],
         example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     ) -> None:
-        super().__init__(model, (), example_inputs)
         self._widths, self._names = dict(linears), list(norms)
+        self._observed_norms = frozenset(self._names)
+        super().__init__(model, (), example_inputs)
         self._tags: dict[int, tuple[Tensor, _Tag]] = {}
         self._quiet, self._kernels = False, 0
         self._stand_ins: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -94,6 +117,20 @@ class ColumnTracer(Tracer):
 
     def observe(self) -> str | None:
         """Trace in training and in evaluation mode; None, or why the model could not be run."""
+        failure = self._observe()
+        if self._repeats.doubt or (failure is not None and self._repeats.used):
+            self._repeats.stop()
+            self._reset()
+            self._call_with = None
+            failure = self._observe()
+        for moved, told in self._repeats.pairs():
+            for path in [path for path in self.linear_uses if moved(path) != path]:
+                self.linear_uses[moved(path)] = self.linear_uses[path].of_another(moved, told)
+            for path in [path for path in self.norm_uses if moved(path) != path]:
+                self.norm_uses[moved(path)] = self.norm_uses[path].of_another(moved, told)
+        return failure
+
+    def _observe(self) -> str | None:
         try:
             self._run(training=True, decode=False)
             self._run(training=False, decode=True)
@@ -109,9 +146,16 @@ class ColumnTracer(Tracer):
         None when all other modules return the shapes that they did before, else the name of the
         first that does not. Call after :meth:`observe`.
         """
+        place = self._replay(stand_ins)
+        if place is not None and self._repeats.used:
+            with self._repeats.paused():
+                place = self._replay(stand_ins)
+        return place
+
+    def _replay(self, stand_ins: Mapping[str, Callable[[Tensor], Tensor]]) -> str | None:
         self._stand_ins = dict(stand_ins)
         try:
-            self._run(training=False, decode=True)
+            self._run(training=False, decode=True, role=self._stand_ins.get)
         except Exception:
             return self.failed_at or "the model"
         finally:
@@ -121,11 +165,36 @@ class ColumnTracer(Tracer):
                 return before[0]
         return None if len(self._stock_shapes) == len(self._shapes) else "the model"
 
-    def _run(self, training: bool, decode: bool) -> None:
+    def _run(self, training: bool, decode: bool, role: Callable[[str], Any] | None = None) -> None:
         self._tags.clear()
         self._shapes = []
         with _Watch(self._watch):
-            super()._run(training, decode)
+            super()._run(training, decode, role)
+
+    def _mark(self, name: str) -> Any:
+        return super()._mark(name), self._widths.get(name), name in self._observed_norms
+
+    @property
+    def journal(self) -> list[tuple[str, Any]]:
+        """The modules that returned in this pass, with the shapes that they returned."""
+        return self._shapes
+
+    def note(self, entries: list[tuple[str, Any]]) -> None:
+        """Add to the journal."""
+        self._shapes += entries
+
+    def follows(self, values: Any) -> bool:
+        """Whether a linear's output is among the values."""
+        return any(id(value) in self._tags for value in leaves(values))
+
+    def counts(self, name: str) -> tuple[Any, Any]:
+        """How much is written down of the linears and norms inside ``name``, and of the others."""
+        inside: list[Any] = []
+        outside: list[Any] = []
+        for uses in (self.linear_uses, self.norm_uses):
+            for path, use in uses.items():
+                (inside if path.startswith(f"{name}.") else outside).append(use.size())
+        return inside, outside
 
     def _reset(self) -> None:
         super()._reset()
@@ -145,6 +214,14 @@ class ColumnTracer(Tracer):
     ) -> Any:
         if self._quiet:
             return forward(*args, **kwargs)
+        run = functools.partial(self._visit, name, module, forward, args, kwargs)
+        if name in self._repeats.groups:
+            return self._repeats.call(name, args, kwargs, run)
+        return run()
+
+    def _visit(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         self._stack.append(name)
         try:
             if name in self._stand_ins:
@@ -157,7 +234,7 @@ class ColumnTracer(Tracer):
         finally:
             self._stack.pop()
         shapes = [(t.shape, t.dtype) for t in leaves(output) if isinstance(t, Tensor)]
-        self._shapes.append((name, shapes))
+        self.note([(name, shapes)])
         return output
 
     def _seen(

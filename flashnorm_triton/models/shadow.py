@@ -8,8 +8,11 @@ is a fake tensor: shapes and dtypes without memory. Running it tells how data fl
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +31,15 @@ HOOK_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_HOOK_OPTIONS = (
+HOOK_OPTIONS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
+
+
+_logging_lock = threading.Lock()
+_found_disabled: list[bool] = []  # one entry for each run that goes on
 
 
 class SharedFakes(FakeTensorMode):
@@ -77,7 +84,7 @@ def make_shadow(model: nn.Module, fakes: FakeTensorMode) -> nn.Module:
         for tensor in [*module._parameters.values(), *module._buffers.values(), *loose]:
             if isinstance(tensor, FakeTensor):  # a mode must not be copied: see SharedFakes
                 memo[id(tensor.fake_mode)] = tensor.fake_mode
-        for name in (*HOOK_TABLES, *_HOOK_OPTIONS):
+        for name in (*HOOK_TABLES, *HOOK_OPTIONS):
             table = getattr(module, name, None)
             if table is not None:
                 memo[id(table)] = OrderedDict()
@@ -148,3 +155,22 @@ def faked(example_inputs: Any) -> Any:
     return torch.utils._pytree.tree_map_only(
         Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), example_inputs
     )
+
+
+@contextmanager
+def without_logging() -> Iterator[None]:
+    """Fake tensors log each failure with its traceback; here a failure is an answer.
+
+    The logger is the process's: of several threads that trace, the last puts it back.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    with _logging_lock:
+        _found_disabled.append(_found_disabled[0] if _found_disabled else logger.disabled)
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        with _logging_lock:
+            before = _found_disabled.pop()
+            if not _found_disabled:
+                logger.disabled = before

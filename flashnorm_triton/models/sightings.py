@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,26 @@ class Flow:
             reason for reason, forbidden in self.obstacles.items() if set(forms) <= set(forbidden)
         ]
         return sorted(found, key=lambda reason: len(self.obstacles[reason]) < len(_BOTH))
+
+    def size(self) -> tuple[int, ...]:
+        """How much is written down: it changes with every addition."""
+        tables = (self.consumers, self.scaled, self.obstacles, self.returned, self.readers)
+        forms = sum(map(len, self.obstacles.values()))
+        return (self.calls, self.operations, forms, *map(len, tables))
+
+    def of_another(self, moved: Callable[[str], str], told: Callable[[str], str]) -> Flow:
+        """The same of a norm in another layer: ``moved`` gives the names there, ``told`` texts."""
+        return Flow(
+            moved(self.norm),
+            self.calls,
+            self.operations,
+            {moved(name): kind for name, kind in self.consumers.items()},
+            {moved(name): None for name in self.scaled},
+            {told(reason): forms for reason, forms in self.obstacles.items()},
+            {told(how): key for how, key in self.returned.items()},
+            {moved(name): None for name in self.readers},
+            {frozenset(map(moved, names)) for names in self.call_sets},
+        )
 
 
 @dataclass

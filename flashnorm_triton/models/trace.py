@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +18,18 @@ from torch._subclasses.fake_tensor import (
 from flashnorm_triton.models.examples import guesses
 from flashnorm_triton.models.flow import Follower, leaves
 from flashnorm_triton.models.linears import linear_kind, linear_sizes
+from flashnorm_triton.models.repeats import Repeats
 from flashnorm_triton.models.rows import UNSEEN
-from flashnorm_triton.models.shadow import SharedFakes, faked, make_shadow, options_of, run_once
+from flashnorm_triton.models.shadow import (
+    SharedFakes,
+    faked,
+    make_shadow,
+    options_of,
+    run_once,
+    without_logging,
+)
 from flashnorm_triton.models.sightings import PACKED, Flow, Tag
 
-_logging_lock = threading.Lock()
-_found_disabled: list[bool] = []  # one entry for each run that goes on
 # A module that asks for values there are none of (an expert loop over the tokens' choices).
 _DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -106,9 +110,20 @@ class Tracer:
             )
         closed = {*self.trace.kinds, *self.trace.flows}
         self._follower = Follower(self._stack, self._classes, owners, closed)
+        self._repeats = Repeats(self._shadow, self._mark, self)
 
     def follow(self) -> Trace:
         """Trace the stock model in evaluation and in training mode (dropout, jitter)."""
+        self._follow()
+        if self._repeats.doubt or (self.trace.failure and self._repeats.used):
+            self._repeats.stop()
+            self._reset()
+            self._call_with, self.trace.failure = None, None
+            self._follow()
+        self._repeat_findings()
+        return self.trace
+
+    def _follow(self) -> None:
         trace = self.trace
         try:
             self._run(training=True, decode=False)
@@ -122,7 +137,18 @@ class Tracer:
                 f"{self.failed_at or 'its forward'}: {text}"
             )
         trace.borrowed = dict(self._follower.borrowed)
-        return trace
+
+    def _repeat_findings(self) -> None:
+        """Write down of the layers that were repeated what was seen of those that they are like."""
+        trace = self.trace
+        for moved, told in self._repeats.pairs():
+            for path in [path for path in trace.flows if moved(path) != path]:
+                trace.flows[moved(path)] = trace.flows[path].of_another(moved, told)
+            for path in [path for path in trace.inputs if moved(path) != path]:
+                norms = trace.inputs[path]
+                trace.inputs[moved(path)] = {n if n is None else moved(n) for n in norms}
+            for path in [path for path in trace.borrowed if moved(path) != path]:
+                trace.borrowed[moved(path)] = told(trace.borrowed[path])
 
     def rehearse(self, sites: Iterable[Rehearsal]) -> str | None:
         """Run with these sites fused; None when every module returns the shapes it did before.
@@ -135,24 +161,42 @@ class Tracer:
             else:
                 self._packed[site.norm] = site.width
                 self._columns.update(site.columns)
-        self._expected, self._log, self.failed_at = self._log, [], None
+        self._expected = self._log
         try:
-            self._run(training=False, decode=False)
-        except Exception:
-            return self.failed_at or ""
+            failed_at = self._rehearsed()
+            if failed_at is not None and self._repeats.used:
+                with self._repeats.paused():
+                    failed_at = self._rehearsed()
+            return failed_at
         finally:
             self._log, self._expected = self._expected, None
             self._packed, self._columns, self._passed = {}, {}, set()
+
+    def _rehearsed(self) -> str | None:
+        self._log, self.failed_at = [], None
+        try:
+            self._run(training=False, decode=False, role=self._role)
+        except Exception:
+            return self.failed_at or ""
         return None
 
-    def _run(self, training: bool, decode: bool) -> None:
+    def _role(self, name: str) -> Any:
+        """What is put in a module's place in a rehearsal."""
+        return self._packed.get(name), name in self._passed, self._columns.get(name)
+
+    def _mark(self, name: str) -> Any:
+        """What else than its attributes tells a module from others."""
+        return self.trace.kinds.get(name), name in self.trace.flows
+
+    def _run(self, training: bool, decode: bool, role: Callable[[str], Any] | None = None) -> None:
         self._shadow.train(training)
         self._log, self.failed_at = [], None
         self._stack.clear()
         follower = self._follower
         follower.forget()
+        self._repeats.start(role)
         with ExitStack() as stack:
-            stack.enter_context(_without_logging())
+            stack.enter_context(without_logging())
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -163,6 +207,7 @@ class Tracer:
             stack.enter_context(self._fakes)
             stack.enter_context(follower)
             self._pass(decode)
+        self._repeats.end()
         for tag in {id(tag): tag for _, tag in follower.tags.values()}.values():
             tag.flow.call_sets.add(frozenset(tag.consumers))
 
@@ -194,6 +239,7 @@ class Tracer:
 
     def _reset(self) -> None:
         """Forget an attempt that failed."""
+        self._repeats.restart()
         self._stack.clear()
         self._follower.forget()
         self._log, self.failed_at = [], None
@@ -214,9 +260,16 @@ class Tracer:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        follower = self._follower
-        if follower.quiet:
+        if self._follower.quiet:
             return forward(*args, **kwargs)
+        run = functools.partial(self._visit, name, module, forward, args, kwargs)
+        if name in self._repeats.groups:
+            return self._repeats.call(name, args, kwargs, run)
+        return run()
+
+    def _visit(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         self._stack.append(name)
         try:
             if name in self._packed:
@@ -341,32 +394,35 @@ class Tracer:
         shapes = None
         if not follower.tags_in(output):
             shapes = [(t.shape, t.dtype) for t in leaves(output) if isinstance(t, Tensor)]
-        self._log.append((name, shapes))
-        if self._expected is None:
-            return
-        place = len(self._log) - 1
-        stock = self._expected[place] if place < len(self._expected) else ("", [])
-        if stock[0] != name or (stock[1] is not None and stock[1] != shapes):
-            raise ShapeMismatch(f"{name}: stock {stock}, rehearsed {shapes}")
+        self.note([(name, shapes)])
 
+    @property
+    def journal(self) -> list[tuple[str, Any]]:
+        """The modules that returned in this pass, with the shapes of what is not followed."""
+        return self._log
 
-@contextmanager
-def _without_logging() -> Iterator[None]:
-    """Fake tensors log each failure with its traceback; here a failure is an answer.
+    def note(self, entries: list[tuple[str, Any]]) -> None:
+        """Add to the journal; raises ShapeMismatch where a rehearsal parts from the stock model."""
+        for name, shapes in entries:
+            self._log.append((name, shapes))
+            if self._expected is None:
+                continue
+            place = len(self._log) - 1
+            stock = self._expected[place] if place < len(self._expected) else ("", [])
+            if stock[0] != name or (stock[1] is not None and stock[1] != shapes):
+                raise ShapeMismatch(f"{name}: stock {stock}, rehearsed {shapes}")
 
-    The logger is the process's: of several threads that trace, the last puts it back.
-    """
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    with _logging_lock:
-        _found_disabled.append(_found_disabled[0] if _found_disabled else logger.disabled)
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        with _logging_lock:
-            before = _found_disabled.pop()
-            if not _found_disabled:
-                logger.disabled = before
+    def follows(self, values: Any) -> bool:
+        """Whether a norm's output is among the values."""
+        return bool(self._follower.tags_in(values))
+
+    def counts(self, name: str) -> tuple[Any, Any]:
+        """How much is written down of the norms inside ``name``, and of the others."""
+        inside: list[Any] = []
+        outside: list[Any] = []
+        for path, flow in self.trace.flows.items():
+            (inside if path.startswith(f"{name}.") else outside).append(flow.size())
+        return inside, outside
 
 
 def _first(args: Any, kwargs: Any) -> Tensor | None:
