@@ -28,7 +28,8 @@ from flashnorm_triton.tuning import validate
 
 EPS = 1e-6
 INPUTS = 8
-MOST_DELAYED = 200
+MOST_DELAYED = 400
+BATCH, SLEEP = 40, 20_000_000  # launches that wait together, for some 10 ms
 LIMIT = 1.25
 PERPLEXITY_RATIO = 1.005
 # (M, N, K) of the plan's form: its tiles whole, its launches a few microseconds.
@@ -90,12 +91,17 @@ def unit(case: Case, launches: int) -> Seen:
 
 
 def _contended(
-    case: Case, launches: int, check: Callable[[int, int, Tensor], Tensor], poison: bool
+    case: Case,
+    launches: int,
+    check: Callable[[int, int, Tensor], Tensor],
+    poison: bool,
+    before: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, int]:
     """Launches by turns on two streams, beside a load on a third; a flag a launch, on the device.
 
     Each has an x that its stream wrote just before, in memory of its own (``poison``: NaN until
-    then, as everything that is allocated).
+    then, as everything that is allocated). Some dozens are enqueued behind a sleep, so that the
+    host does not keep the streams apart. ``before`` is called before x is written.
     """
     from flashnorm_triton.tuning.rig import Load
 
@@ -104,9 +110,14 @@ def _contended(
     torch.cuda.synchronize()
     for turn in range(launches):
         side = turn % 2
+        if turn % BATCH == 0:
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(SLEEP)
         if turn % 4 == 0:
             load(1)
         with torch.cuda.stream(streams[side]):
+            before()
             which = turn % INPUTS if poison else side
             if poison:
                 with validate.poisoned_memory():
@@ -144,7 +155,7 @@ def float64(case: Case, launches: int) -> Seen:
 
 @contextlib.contextmanager
 def _delays(rng: random.Random) -> Iterator[None]:
-    """The join's two streams start their work late, each by up to 0.2 ms."""
+    """In half of the calls the join's two streams are late, each by up to 0.2 ms."""
     from flashnorm_triton.streams import Join
 
     start, wait = Join.start, Join.wait
@@ -152,11 +163,11 @@ def _delays(rng: random.Random) -> Iterator[None]:
     def late_start(self: Join) -> None:
         start(self)
         with self.beside():
-            torch.cuda._sleep(rng.randrange(400_000))
+            _perhaps_sleep(rng)
 
     def late_wait(self: Join, here: torch.cuda.Stream) -> None:
         wait(self, here)
-        torch.cuda._sleep(rng.randrange(400_000))
+        _perhaps_sleep(rng)
 
     Join.start, Join.wait = late_start, late_wait
     try:
@@ -165,11 +176,22 @@ def _delays(rng: random.Random) -> Iterator[None]:
         Join.start, Join.wait = start, wait
 
 
+def _perhaps_sleep(rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        torch.cuda._sleep(rng.randrange(400_000))
+
+
 def delay(case: Case, launches: int) -> Seen:
-    """As ``float64``, with delays drawn at random put into the streams of a fork and its join."""
-    launches = min(launches, MOST_DELAYED)
-    with _delays(random.Random(0)):
-        flags = _contended(case, launches, lambda _, i, y: case.is_wrong(y, i), poison=True)
+    """As ``float64``, with delays drawn at random: before x, and in a fork's and join's streams."""
+    launches, rng = min(launches, MOST_DELAYED), random.Random(0)
+    with _delays(rng):
+        flags = _contended(
+            case,
+            launches,
+            lambda _, which, y: case.is_wrong(y, which),
+            poison=True,
+            before=lambda: _perhaps_sleep(rng),
+        )
     return _first(*flags, "are wrong")
 
 
@@ -290,8 +312,6 @@ def applies(fault: Fault, instrument: str) -> str | None:
     """Why an instrument has nothing to say of a fault here; None when it has."""
     if instrument == "lint":
         return "no kernel of ours" if fault.plan.form == "reference" else None
-    if instrument == "delay" and fault.plan.form != "two_streams":
-        return "its plan has no fork"
     if fault.where != "any" and not torch.cuda.is_available():
         return "needs a GPU"
     m, n, k = SIZES[fault.plan.form]

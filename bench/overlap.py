@@ -27,14 +27,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from bench import report
+from bench import accuracy, report
 from bench.cases import EPS, Stock
 from bench.norm_linear import floor_us
 from bench.shapes import TOKENS, Shape, parse_tokens
-from flashnorm_triton import launch, ops, results, runtime, tables
+from flashnorm_triton import algebra, launch, ops, results, runtime, tables
 from flashnorm_triton.launch.overlap import Overlap, product_of
-from flashnorm_triton.plans import OVERLAP, OVERLAP_STORED, UNFUSED, Plan, Problem
-from flashnorm_triton.tuning import measure, validate
+from flashnorm_triton.plans import OVERLAP, UNFUSED, Plan, Problem
+from flashnorm_triton.tuning import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = (Shape("paper.576", 576, 960), Shape("paper.4096", 4096, 4096))
@@ -46,7 +46,6 @@ AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 LEAST_ACTIVATED = 64  # tokens from which on the cells with an activation are measured
 HOST_TOKENS = (1, 512)
 CELL_BUDGET_S = 0.35
-OVERLAPS = {"overlap": OVERLAP, "overlap, stored": OVERLAP_STORED}
 # The ways that need no second stream and no fused kernel: what overlap has to beat.
 OTHERS = ("sequential", "stock", "rms_norm+linear", "unfused")
 
@@ -83,17 +82,12 @@ def cells(tokens: Sequence[int]) -> list[Cell]:
     ]
 
 
-def plans_of(cell: Cell) -> dict[str, Plan]:
-    """The overlaps that a dtype has: fp32 knows one product."""
-    return {n: p for n, p in OVERLAPS.items() if n == "overlap" or cell.dtype != "float32"}
-
-
-def one_after_the_other(plan: Plan, problem: Problem, device: int) -> Callable[..., Tensor]:
+def one_after_the_other(problem: Problem, device: int) -> Callable[..., Tensor]:
     """Overlap's own work on one stream: matmul, then statistics and scale."""
-    family = Overlap(plan, problem, problem.k)
+    family = Overlap(OVERLAP, problem, problem.k)
     geometry = launch.Geometry(problem.m, problem.k, (problem.m,), device)
     stats, scale = family.stats.bind(geometry, EPS), family.scale.bind(geometry)
-    product, output = product_of(plan, problem, device), family.scale.output(geometry)
+    product, output = product_of(problem, device), family.scale.output(geometry)
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         z = product(x, w)
@@ -110,15 +104,14 @@ def candidates(
     more = {"activation": cell.activation} if cell.activation else {}
     linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
     stock = [Stock(gain, weight) for gain, weight in zip(gains, weights, strict=True)]
-    mine = plans_of(cell)
-    sequential = one_after_the_other(list(mine.values())[-1], cell.problem, x[0].get_device())
+    sequential = one_after_the_other(cell.problem, x[0].get_device())
     k = cell.shape.k
 
     def planned(plan: Plan | None) -> Callable[[int], Tensor]:
         return lambda i: ops.norm_linear(x[i], weights[i], EPS, plan=plan, **more)
 
     return {
-        **{name: planned(plan) for name, plan in mine.items()},
+        "overlap": planned(OVERLAP),
         "sequential": lambda i: sequential(x[i], weights[i]),
         "stock": lambda i: after(stock[i](x[i])),
         "rms_norm+linear": lambda i: after(linear(rms_norm(x[i], (k,), gains[i], EPS), weights[i])),
@@ -129,26 +122,24 @@ def candidates(
 
 
 def compare(timings: Mapping[str, measure.Timing]) -> dict[str, Any]:
-    """Fields of a record: the faster overlap against everything else of its run."""
-    name = min((n for n in OVERLAPS if n in timings), key=lambda n: timings[n].us)
-    best = timings[name]
-    others = {n: t for n, t in timings.items() if n not in OVERLAPS}
-    ahead = {n: measure.ratio(t, best) for n, t in others.items()}
+    """Fields of a record: overlap against everything else of its run."""
+    ours = timings["overlap"]
+    others = {n: t for n, t in timings.items() if n != "overlap"}
+    ahead = {n: measure.ratio(t, ours) for n, t in others.items()}
     rival = min((n for n in OTHERS if n in others), key=lambda n: others[n].us)
     return {
-        "plan": OVERLAPS[name].as_dict(),
-        "us": best.us,
-        "us_q20": best.us_q20,
-        "us_q80": best.us_q80,
+        "plan": OVERLAP.as_dict(),
+        "us": ours.us,
+        "us_q20": ours.us_q20,
+        "us_q80": ours.us_q80,
         "baselines_us": {n: t.us for n, t in others.items()},
-        "overlaps_us": {n: timings[n].us for n in OVERLAPS if n in timings},
         "over": {n: each.median for n, each in ahead.items()},
         "best_other": rival,
         "speedup": ahead[rival].median,
         "speedup_q20": ahead[rival].q20,
         "speedup_q80": ahead[rival].q80,
         "reduction": {n: 1 - 1 / ahead[n].median for n in ("sequential", "stock") if n in ahead},
-        "rounds": len(best.rounds),
+        "rounds": len(ours.rounds),
     }
 
 
@@ -161,24 +152,19 @@ def identity(cell: Cell) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check(cell: Cell, weight: Tensor) -> dict[str, Any]:
-    """The numerics contract, and the errors of the plan that is the less exact."""
-    case = validate.make_case(cell.problem, weight, EPS)
-    more = case.epilogue
-    found = []
-    for plan in plans_of(cell).values():
-        verdict, _ = validate.check_values(
-            case, lambda part, p=plan: ops.norm_linear(part, weight, EPS, plan=p, **more)
-        )
-        found.append(verdict)
-    worst = max(found, key=lambda verdict: verdict.rel_err)
-    reasons = [verdict.reason for verdict in found if verdict.reason]
-    return {
-        "rel_err": worst.rel_err,
-        "rel_err_stock": worst.rel_err_stock,
-        "contract_ok": not reasons,
-        **({"reasons": reasons} if reasons else {}),
-    }
+def check(cell: Cell, weight: Tensor, gain: Tensor) -> dict[str, Any]:
+    """Overlap's product and scale against float64 and the stock modules, as many rows a call."""
+    folded = algebra.fold(weight, gain.float())
+    verdict = accuracy.check(
+        lambda rows: ops.norm_linear(rows, folded, EPS, plan=OVERLAP),
+        Stock(gain, weight),
+        gain=gain,
+        weight64=weight.double(),
+        eps=EPS,
+        m=cell.m,
+        dtype=weight.dtype,
+    )
+    return verdict.fields()
 
 
 def measure_cell(
@@ -206,22 +192,22 @@ def measure_cell(
     )
     facts = runtime.device_facts(torch.cuda.current_device())
     chosen = tables.lookup(cell.problem, facts, head["gpu"])
-    record = {**identity(cell), **compare(timings), **check(cell, weights[0])}
+    record = {**identity(cell), **compare(timings), **check(cell, weights[0], gains[0])}
     record["chosen"] = chosen.as_dict()
     record["floor_us"] = floor_us(shape, cell.m, head["copy_tb_s"], head["matmul_tflops"])
     record["rotations"] = copies
     if cell.m in HOST_TOKENS and cell.dtype == "bfloat16" and not cell.activation:
         record["host_us"] = {
             name: measure.host_us(lambda fn=timed[name]: fn(0), calls=100, repeats=5)
-            for name in (*OVERLAPS, "unfused", "chosen", "stock")
+            for name in ("overlap", "unfused", "chosen", "stock")
         }
     return record
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """µs of every way, and the faster overlap against them, a block a shape and dtype."""
+    """µs of every way, and overlap against them, a block a shape and dtype."""
     good = report.measured(records)
-    names = [*OVERLAPS, *OTHERS, "chosen", "gemm_only"]
+    names = ["overlap", *OTHERS, "chosen", "gemm_only"]
     lines: list[str] = []
     for kind in dict.fromkeys((r["k"], r["n"], r["dtype"], r["epilogue"]) for r in good):
         k, n, dtype, epilogue = kind
@@ -229,7 +215,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"{'M':>6}" + "".join(f"{name:>17}" for name in names) + "   vs seq.  vs best")
         for r in good:
             if (r["k"], r["n"], r["dtype"], r["epilogue"]) == kind:
-                us = {**r["overlaps_us"], **r["baselines_us"]}
+                us = {"overlap": r["us"], **r["baselines_us"]}
                 row = "".join(f"{us[n]:>17.2f}" if n in us else f"{'-':>17}" for n in names)
                 lines.append(
                     f"{r['m']:>6}{row}{r['over']['sequential']:>10.2f}{r['speedup']:>9.2f}"
@@ -285,11 +271,7 @@ def run(args: argparse.Namespace) -> int:
         records.append(record)
         results.save(path, head, records)
     print(table(records), flush=True)
-    failed = [
-        f"{r['k']}→{r['n']} {r['dtype']} M={r['m']}: {r.get('error') or r['reasons']}"
-        for r in records
-        if r.get("error") or not r["contract_ok"]
-    ]
+    failed = report.contract_failures(records)
     print("\n".join(failed) or "the numerics contract holds in every cell", flush=True)
     if len(records) < len(todo):
         log(f"stopped at the budget of {args.budget:.0f} s, {len(records)} of {len(todo)} cells")

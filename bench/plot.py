@@ -267,7 +267,7 @@ def overlap_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, Any
 
 def draw(loaded: results.Results) -> Figure:
     """The figure that fits the records."""
-    kinds = {"overlaps_us": overlap_figure, "op": speedup_figure, "mode": generate_figure}
+    kinds = {"over": overlap_figure, "op": speedup_figure, "mode": generate_figure}
     kind = next((kinds[k] for k in kinds if any(k in r for r in loaded.records)), None)
     if kind is None:
         raise results.ResultsError("there is no figure for records of this kind, or of none")

@@ -41,8 +41,7 @@ class Plan:
     (kernels/hopper_rows.py). ``max_registers`` caps the registers of a thread (0: no cap); half of
     the register file lets two programs share a multiprocessor. ``in_flight`` is how many matrix
     instructions hopper_swap leaves running when it gives a slot back: 0 or 1; ``split_k`` how many
-    programs share K. ``product`` is what two_streams keeps of the matmul before the scale: "fp32",
-    or "stored", x's dtype.
+    programs share K.
     """
 
     strategy: str
@@ -57,15 +56,12 @@ class Plan:
     max_registers: int = 0
     in_flight: int = 0
     split_k: int = 1
-    product: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES or self.form not in FORMS:
             raise ValueError(
                 f"plan {self.strategy!r}/{self.form!r}: strategies are {STRATEGIES}, forms {FORMS}"
             )
-        if self.product not in ("fp32", "stored"):
-            raise ValueError(f"product is {self.product!r}; it must be fp32 or stored")
         if self.squares not in ("own", "shared", "given", "registers"):
             raise ValueError(
                 f"squares is {self.squares!r}; it must be own, shared, given or registers"
@@ -85,11 +81,8 @@ class Plan:
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON-ready fields, without those that its form does not read."""
         fields = asdict(self)
-        if self.form == "two_streams":
-            return {key: fields[key] for key in ("strategy", "form", "product")}
         if self.form in WITHOUT_BLOCKS:
             return {key: fields[key] for key in ("strategy", "form")}
-        del fields["product"]
         if self.form not in ("tiles", "hopper_rows"):
             del fields["squares"]
         if self.form not in ("tiles", "hopper_rows", "scaled_gemm"):
@@ -164,7 +157,6 @@ MIN_CAPABILITY = 80
 TORCH = Plan("torch", "reference")
 UNFUSED = Plan("unfused", "library")
 OVERLAP = Plan("overlap", "two_streams")
-OVERLAP_STORED = Plan("overlap", "two_streams", product="stored")
 
 
 def bucket(m: int) -> int:
@@ -407,7 +399,6 @@ def other_plans() -> tuple[Plan, ...]:
         Plan("single_pass", "hopper_swap", 16, 64, 128, 4, 3, max_registers=128, split_k=3),
         Plan("single_pass", "hopper_rows", 128, 256, 64, 4, 4, squares="registers"),
         OVERLAP,
-        OVERLAP_STORED,
     )
 
 

@@ -43,13 +43,13 @@ class Join:
         self.side = cuda.Stream(device, priority=_PRIORITY)
         self.forked, self.beside_done, self.here_done = (cuda.Event() for _ in range(3))
         self.here: Any = None
+        self.captured = False
         self._beside = _Beside(self)
 
     def __enter__(self) -> Join:
         self.here = cuda.current_stream(self.device)
-        self._keep_out_of_captures()
+        self.captured = cuda.is_current_stream_capturing()
         self.forked.record(self.here)
-        self.start()
         return self
 
     def __exit__(
@@ -77,17 +77,16 @@ class Join:
         here.wait_event(self.beside_done)
         here.wait_event(self.here_done)
 
-    def _keep_out_of_captures(self) -> None:
-        """Leave a side stream that someone else is capturing, unless this work is captured too."""
-        if cuda.is_current_stream_capturing():
-            return
+    def take_side(self) -> None:
+        """Make the side stream the current one: another, if someone else is capturing this one."""
+        cuda.set_stream(self.side)
         for _ in range(_RING):
-            with self._beside:
-                taken = cuda.is_current_stream_capturing()
-            if not taken:
+            if self.captured or not cuda.is_current_stream_capturing():
                 return
             self.side = cuda.Stream(self.device, priority=_PRIORITY)
+            cuda.set_stream(self.side)
         self.side = self.here  # one after the other: right everywhere
+        cuda.set_stream(self.side)
 
 
 class _Beside:
@@ -97,7 +96,12 @@ class _Beside:
         self.join = join
 
     def __enter__(self) -> None:
-        cuda.set_stream(self.join.side)
+        try:
+            self.join.take_side()
+            self.join.start()
+        except BaseException:
+            cuda.set_stream(self.join.here)
+            raise
 
     def __exit__(self, *error: object) -> None:
         cuda.set_stream(self.join.here)

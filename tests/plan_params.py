@@ -35,8 +35,6 @@ UNSHIPPED = [(Problem("bfloat16", 256, 3072, 2048), plan) for plan in plans.othe
 
 
 def plan_name(plan: Plan) -> str:
-    if plan.form == "two_streams":
-        return f"overlap-{plan.product}"
     if plan.form in WITHOUT_BLOCKS:
         return plan.form
     squares = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""

@@ -207,7 +207,6 @@ def test_plans_are_values():
     twin = Plan("single_pass", "gemv", 1, 16, 64)
     assert plan == twin and hash(plan) == hash(twin) and {plan: 1}[twin] == 1
     other = {"strategy": "unfused", "form": "tiles", "squares": "own", "in_flight": 1}
-    other["product"] = "stored"
     for field in fields(Plan):
         changed = replace(plan, **{field.name: other.get(field.name, 99)})
         assert changed != plan and len({plan, changed}) == 2, field.name
@@ -225,7 +224,7 @@ READ_BY = {
     "hopper_rows": (*BLOCKS, "group_m", "squares"),
     "hopper_swap": (*BLOCKS, "max_registers", "in_flight", "split_k"),
     "library": (),
-    "two_streams": ("product",),
+    "two_streams": (),
     "reference": (),
 }
 

@@ -46,8 +46,6 @@ def unit_name(plan: Plan, problem: Problem) -> str:
     """A readable name for one compiled configuration."""
     flags = ("-bias" if problem.has_bias else "") + ("-gain" if problem.has_gain else "")
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
-    if plan.form == "two_streams":
-        blocks = plan.product
     flags += f"-{problem.epilogue}" if problem.epilogue else ""
     own = f"-{plan.squares}" if plan.form in ("tiles", "hopper_rows") else ""
     tuned = f"w{plan.num_warps}s{plan.num_stages}"
@@ -79,10 +77,7 @@ def compile_units() -> Iterator[CompileUnit]:
             yield family.unit(f"heads-{dtype}-{k or 'scaled'}", dtype)
     yield from _rotary_units()
     others = [
-        (Problem(d, 512, 3072, 2048), p)
-        for p in other_plans()
-        for d in ("bfloat16", "float16")
-        if d == "bfloat16" or p.product == "fp32"
+        (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
     ]
     for problem, plan in [*shipped_plans(), *others, *_with_epilogues()]:
         # Several rows with a gain hold all the code of those without; the halves are alike in it.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashnorm_triton import limits, streams
+from flashnorm_triton import streams
 from flashnorm_triton.compile_unit import CompileUnit
 from flashnorm_triton.compiled import Kernel
 from flashnorm_triton.launch.common import (
@@ -29,8 +29,8 @@ Statistics = tuple[Tensor, Tensor | None]
 class Overlap:
     """Form "two_streams": product and statistics side by side, joined by events, then the scale.
 
-    The product keeps fp32 where the plan says so (``product``): the library then rounds nothing,
-    and y is rounded once. In the dtype of x it is half as many bytes, and one more rounding.
+    The library keeps the product of halves in fp32, so that y is rounded once, and no unnormalised
+    value is ever stored in a half.
     """
 
     def __init__(self, plan: Plan, problem: Problem, stride_wn: int) -> None:
@@ -39,18 +39,13 @@ class Overlap:
                 f"plan {plan.form!r} multiplies the raw x and cannot apply a gain: fold it into "
                 "the weight, or use another plan"
             )
-        if problem.dtype == "float16" and plan.product != "fp32":
-            raise ValueError(
-                f"plan {plan.form!r} would store the unnormalised product in fp16, where it can "
-                "overflow: use product 'fp32', or another plan"
-            )
-        self.plan, self.problem = plan, problem
-        self.stats, self.scale = RowStats(problem), ScaleRows(plan, problem)
+        self.problem = problem
+        self.stats, self.scale = RowStats(problem), ScaleRows(problem)
 
     def bind(self, geometry: Geometry, eps: float) -> Run:
         rows = (geometry.m, self.problem.k)
         buffers, device = self.buffers(geometry), geometry.device
-        output, product = self.scale.output(geometry), product_of(self.plan, self.problem, device)
+        output, product = self.scale.output(geometry), product_of(self.problem, device)
         stats, scale = self.stats.into(geometry, eps), self.scale.bind(geometry)
         join_on = streams.join_on
 
@@ -97,15 +92,15 @@ class Overlap:
             residual: Tensor | None = None,
         ) -> Tensor:
             s, mean = stats(x)
-            z = torch.empty(geometry.m, columns, dtype=self.scale.z_dtype, device=x.device)
+            z = torch.empty(geometry.m, columns, dtype=torch.float32, device=x.device)
             return scale(z, s, mean, bias, row_sums, residual, output(x))
 
         return run
 
 
-def product_of(plan: Plan, problem: Problem, device: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """x (M, K), w (N, K) -> x @ w.T (M, N) by the library, in the dtype that the plan keeps."""
-    if not limits.keeps_fp32(plan, problem):
+def product_of(problem: Problem, device: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """x (M, K), w (N, K) -> x @ w.T (M, N) by the library, in fp32."""
+    if problem.dtype == "float32":
         return lambda x, w: torch.mm(x, w.t())
     if device < 0:  # torch has no such product on the CPU; the interpreter's tests have small ones
         return lambda x, w: torch.mm(x.float(), w.t().float())
@@ -115,12 +110,10 @@ def product_of(plan: Plan, problem: Problem, device: int) -> Callable[[Tensor, T
 class ScaleRows:
     """What follows the product z (M, N): the scale of the rows, the epilogue, the one rounding."""
 
-    def __init__(self, plan: Plan, problem: Problem) -> None:
+    def __init__(self, problem: Problem) -> None:
         from flashnorm_triton.kernels.scale_rows import scale_rows_kernel
 
         self.problem = problem
-        wide = limits.keeps_fp32(plan, problem)
-        self.z_dtype = torch.float32 if wide else getattr(torch, problem.dtype)
         self.block = min(1 << max(problem.width - 1, 15).bit_length(), 1024)
         self.kernel = Kernel(
             scale_rows_kernel,
@@ -154,6 +147,4 @@ class ScaleRows:
     def unit(self, name: str) -> CompileUnit:
         """The kernel described for a compile without a GPU."""
         unit = self.kernel.unit(name, self.problem.dtype)
-        if self.z_dtype == torch.float32:
-            unit = replace(unit, signature={**unit.signature, "z_ptr": "*fp32"})
-        return unit
+        return replace(unit, signature={**unit.signature, "z_ptr": "*fp32"})

@@ -20,7 +20,6 @@ from dataclasses import replace
 from flashnorm_triton import limits
 from flashnorm_triton.plans import (
     OVERLAP,
-    OVERLAP_STORED,
     UNFUSED,
     WITHOUT_BLOCKS,
     Device,
@@ -33,8 +32,8 @@ from flashnorm_triton.plans import (
 EFFORTS = {"quick": 14, "full": 40}
 """Most candidates of one cell, the unfused pair and the heuristic's plan included."""
 
-# With fewer rows the matmul ends too soon for anything to be hidden beside it.
-_OVERLAP_ROWS = 128
+# Below, a fused kernel won everywhere (bench/results/nvidia_h200/overlap.json).
+_OVERLAP_ROWS = 64
 # Registers of a thread that accumulators may take: beyond it, they spill or run alone.
 _MOST_ACCUMULATORS = 168
 # A GEMV without stages is unrolled over K: this many copies of its body at most.
@@ -129,7 +128,7 @@ def _listed(problem: Problem, device: Device) -> Iterable[Plan]:
     """The lists that concern a problem, one after the other, without regard to fit."""
     rows = bucket(problem.m)
     if rows >= _OVERLAP_ROWS:
-        yield from (OVERLAP_STORED, OVERLAP)
+        yield OVERLAP
     gemv = _GEMV_FOLDED if rows == 1 and problem.epilogue else _GEMV.get(rows, ())
     for n, k, warps, stages in gemv:
         yield Plan("single_pass", "gemv", rows, n, k, warps, stages)

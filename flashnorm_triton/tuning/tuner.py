@@ -137,7 +137,7 @@ def plan_text(plan: Plan) -> str:
     """A plan in a few words: ``hopper_swap 16x64x128 w4 s3 in_flight=1``."""
     fields = plan.as_dict()
     if plan.form in WITHOUT_BLOCKS:
-        return plan.strategy + (" product=stored" if plan.product == "stored" else "")
+        return plan.strategy
     blocks = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
     words = [plan.form, blocks, f"w{plan.num_warps}", f"s{plan.num_stages}"]
     defaults = Plan(plan.strategy, plan.form).as_dict()
