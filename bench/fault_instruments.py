@@ -154,7 +154,7 @@ def float64(case: Case, launches: int) -> Seen:
 
 
 @contextlib.contextmanager
-def _delays(rng: random.Random) -> Iterator[None]:
+def delays(rng: random.Random) -> Iterator[None]:
     """In half of the calls the join's two streams are late, each by up to 0.2 ms."""
     from flashnorm_triton.streams import Join
 
@@ -184,7 +184,7 @@ def _perhaps_sleep(rng: random.Random) -> None:
 def delay(case: Case, launches: int) -> Seen:
     """As ``float64``, with delays drawn at random: before x, and in a fork's and join's streams."""
     launches, rng = min(launches, MOST_DELAYED), random.Random(0)
-    with _delays(rng):
+    with delays(rng):
         flags = _contended(
             case,
             launches,

@@ -4,9 +4,10 @@ A file is ``bench/results/<gpu_slug>/<name>.json``. Its records are all of one k
 operations (``norm_linear``: keys ``OPERATION_FIELDS``), whole models (``generate``, ``decode``,
 ``prefill``: keys ``MODEL_FIELDS``), host time a call (``host``: keys ``HOST_FIELDS``), plan
 families launched over and over (``soak``: keys ``SOAK_FIELDS``), models patched and reverted
-(``patching``: keys ``PATCHING_FIELDS``) or planted faults and what was seen of them (``faults``:
-keys ``FAULT_FIELDS``). A record that could not be measured says so in ``error``
-and needs only its identity. Unknown extra keys are kept.
+(``patching``: keys ``PATCHING_FIELDS``), planted faults and what was seen of them (``faults``:
+keys ``FAULT_FIELDS``) or generations compared step by step (``lag``: keys ``LAG_FIELDS``). A record
+that could not be measured says so in ``error`` and needs only its identity. Unknown extra keys are
+kept.
 """
 
 from __future__ import annotations
@@ -110,6 +111,22 @@ FAULT_FIELDS: dict[str, tuple[type, ...]] = {
     "seconds": (*_NUMBER, type(None)),
     "detail": (str,),
 }
+_LAG_IDENTITY: dict[str, tuple[type, ...]] = {"lag": (str,), "mode": (str,), "layers": (bool,)}
+LAG_FIELDS: dict[str, tuple[type, ...]] = {
+    **_LAG_IDENTITY,
+    "tokens": (int,),
+    "rows": (int,),
+    "clean": (bool,),
+    "found": (str, type(None)),
+    "lagged_steps": (int,),
+    "departed_steps": (int,),
+    "decidable": _NUMBER,
+    "false_alarms": _NUMBER,
+    "worst": _NUMBER,
+    "kl": _NUMBER,
+    "kl_stock": _NUMBER,
+    "seconds": _NUMBER,
+}
 # The key by which a record is told, what a failed one needs, and what a measured one needs.
 _KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]]], ...] = (
     ("op", _OPERATION_IDENTITY, OPERATION_FIELDS),
@@ -117,6 +134,7 @@ _KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]
     ("family", _SOAK_IDENTITY, SOAK_FIELDS),
     ("patching", _PATCHING_IDENTITY, PATCHING_FIELDS),
     ("fault", _FAULT_IDENTITY, FAULT_FIELDS),
+    ("lag", _LAG_IDENTITY, LAG_FIELDS),
     ("model", _MODEL_IDENTITY, MODEL_FIELDS),
 )
 _TIMES_BY_NAME = ("baselines_us", "host_us")

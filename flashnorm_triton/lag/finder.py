@@ -15,7 +15,7 @@ from flashnorm_triton.lag import judging, steps
 from flashnorm_triton.lag.concluding import conclude
 from flashnorm_triton.lag.judging import SiteSteps
 from flashnorm_triton.lag.report import LagReport
-from flashnorm_triton.lag.settings import Settings, check_model, window_of
+from flashnorm_triton.lag.settings import Settings, check_model, text_config, window_of
 from flashnorm_triton.lag.sites import Site, sites_to_watch
 from flashnorm_triton.lag.stepping import Decoder, Sampler, Text
 from flashnorm_triton.lag.steps import Steps
@@ -153,7 +153,15 @@ def _trio(model: nn.Module | tuple[nn.Module, nn.Module], reference: torch.dtype
         patch(candidate)
     dtype = next(stock.parameters()).dtype
     wide = reference or (torch.float32 if dtype.itemsize < 4 else torch.float64)
-    return Trio(candidate, stock, stock if wide == dtype else copy.deepcopy(stock).to(wide))
+    return Trio(candidate, stock, stock if wide == dtype else _widened(stock, wide))
+
+
+def _widened(stock: nn.Module, dtype: torch.dtype) -> nn.Module:
+    model = copy.deepcopy(stock).to(dtype)
+    if dtype == torch.float64:  # the grouped matmul of experts has no float64
+        for config in (model.config, text_config(model)):
+            config._experts_implementation = "eager"
+    return model
 
 
 def patch_handle(model: nn.Module) -> Any:
