@@ -4,7 +4,8 @@ Question, as in the paper's table of its first implementation on a T4 (FlashNorm
 for norm → linear of 576→960 and 4096→4096 and 1 to 8192 tokens, how long do matmul, statistics and
 scale take one after the other, and how long with the first two on two streams? Beside them: the
 stock modules, F.rms_norm and linear, the one-launch norm and linear, what ``norm_linear`` runs
-here, and the matmul alone. bf16, fp32, and bf16 with an activation after the linear.
+here, and the matmul alone. bf16, fp32, and bf16 with LayerNorm, bias and GELU, where the scale's
+launch does what else follows the linear.
 
     python bench/overlap.py [--tokens ...] [--rounds R] [--budget S] [--out FILE]
 
@@ -18,7 +19,6 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,12 @@ from bench.shapes import TOKENS, Shape, parse_tokens
 from flashnorm_triton import algebra, launch, ops, results, runtime, tables
 from flashnorm_triton.launch.overlap import Overlap, product_of
 from flashnorm_triton.plans import OVERLAP, UNFUSED, Plan, Problem
-from flashnorm_triton.tuning import measure
+from flashnorm_triton.tuning import measure, validate
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = (Shape("paper.576", 576, 960), Shape("paper.4096", 4096, 4096))
 ACTIVATION = "gelu_tanh"
-AFTER: dict[str, Callable[[Tensor], Tensor]] = {
-    "": lambda z: z,
-    ACTIVATION: partial(torch.nn.functional.gelu, approximate="tanh"),
-}
-LEAST_ACTIVATED = 64  # tokens from which on the cells with an activation are measured
+LEAST_FINISHED = 64  # tokens from which on the cells with LayerNorm and GELU are measured
 HOST_TOKENS = (1, 512)
 CELL_BUDGET_S = 0.35
 # The ways that need no second stream and no fused kernel: what overlap has to beat.
@@ -52,33 +48,34 @@ OTHERS = ("sequential", "stock", "rms_norm+linear", "unfused")
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: a shape, a dtype, what follows the linear, and the tokens."""
+    """One row of the table: a shape, a dtype, the tokens; ``finished``: LayerNorm, bias, GELU."""
 
     shape: Shape
     dtype: str
-    activation: str
+    finished: bool
     m: int
 
     @property
     def problem(self) -> Problem:
-        shape = self.shape
-        return Problem(self.dtype, self.m, shape.n, shape.k, activation=self.activation)
+        shape, more = self.shape, {}
+        if self.finished:
+            more = {"has_bias": True, "centred": True, "activation": ACTIVATION}
+        return Problem(self.dtype, self.m, shape.n, shape.k, **more)
 
     @property
     def name(self) -> str:
-        after = f" {self.activation}" if self.activation else ""
-        return f"{self.shape.label} {self.dtype}{after} M={self.m}"
+        return " ".join([self.shape.label, self.dtype, self.problem.epilogue, f"M={self.m}"])
 
 
 def cells(tokens: Sequence[int]) -> list[Cell]:
     """The table, in the order in which it is measured."""
-    kinds = [("bfloat16", ""), ("bfloat16", ACTIVATION), ("float32", "")]
+    kinds = [("bfloat16", False), ("bfloat16", True), ("float32", False)]
     return [
-        Cell(shape, dtype, activation, m)
-        for dtype, activation in kinds
+        Cell(shape, dtype, finished, m)
+        for dtype, finished in kinds
         for shape in SHAPES
         for m in tokens
-        if not activation or m >= LEAST_ACTIVATED
+        if not finished or m >= LEAST_FINISHED
     ]
 
 
@@ -89,9 +86,9 @@ def one_after_the_other(problem: Problem, device: int) -> Callable[..., Tensor]:
     stats, scale = family.stats.bind(geometry, EPS), family.scale.bind(geometry)
     product, output = product_of(problem, device), family.scale.output(geometry)
 
-    def run(x: Tensor, w: Tensor) -> Tensor:
+    def run(x: Tensor, w: Tensor, bias: Tensor | None, row_sums: Tensor | None) -> Tensor:
         z = product(x, w)
-        return scale(z, *stats(x), None, None, None, output(x))
+        return scale(z, *stats(x), bias, row_sums, None, output(x))
 
     return run
 
@@ -100,21 +97,35 @@ def candidates(
     cell: Cell, x: Sequence[Tensor], weights: Sequence[Tensor], gains: Sequence[Tensor]
 ) -> dict[str, Callable[[int], Tensor]]:
     """Everything that is timed; each takes the rotation index."""
-    after = AFTER[cell.activation]
-    more = {"activation": cell.activation} if cell.activation else {}
-    linear, rms_norm = torch.nn.functional.linear, torch.nn.functional.rms_norm
-    stock = [Stock(gain, weight) for gain, weight in zip(gains, weights, strict=True)]
+    functional, k = torch.nn.functional, cell.shape.k
+    linear, rms_norm = functional.linear, functional.rms_norm
     sequential = one_after_the_other(cell.problem, x[0].get_device())
-    k = cell.shape.k
+    bias = row_sums = None
+    more: dict[str, Any] = {}
+    if cell.finished:
+        bias = torch.randn_like(weights[0][:, 0])
+        row_sums = weights[0].double().sum(1).float()
+        more = {"activation": ACTIVATION, "row_sums": row_sums}
+
+        def stock(i: int) -> Tensor:
+            normed = functional.layer_norm(x[i], (k,), gains[i], None, EPS)
+            return functional.gelu(linear(normed, weights[i], bias), approximate="tanh")
+
+        usual = {"stock": stock}
+    else:
+        modules = [Stock(gain, weight) for gain, weight in zip(gains, weights, strict=True)]
+        usual = {
+            "stock": lambda i: modules[i](x[i]),
+            "rms_norm+linear": lambda i: linear(rms_norm(x[i], (k,), gains[i], EPS), weights[i]),
+        }
 
     def planned(plan: Plan | None) -> Callable[[int], Tensor]:
-        return lambda i: ops.norm_linear(x[i], weights[i], EPS, plan=plan, **more)
+        return lambda i: ops.norm_linear(x[i], weights[i], EPS, bias, plan=plan, **more)
 
     return {
         "overlap": planned(OVERLAP),
-        "sequential": lambda i: sequential(x[i], weights[i]),
-        "stock": lambda i: after(stock[i](x[i])),
-        "rms_norm+linear": lambda i: after(linear(rms_norm(x[i], (k,), gains[i], EPS), weights[i])),
+        "sequential": lambda i: sequential(x[i], weights[i], bias, row_sums),
+        **usual,
         "unfused": planned(UNFUSED),
         "chosen": planned(None),
         "gemm_only": lambda i: linear(x[i], weights[i]),
@@ -148,12 +159,24 @@ def identity(cell: Cell) -> dict[str, Any]:
     shape = cell.shape
     return {
         "case": shape.case, "op": "norm_linear", "dtype": cell.dtype, "m": cell.m, "n": shape.n,
-        "k": shape.k, "epilogue": cell.activation,
+        "k": shape.k, "epilogue": cell.problem.epilogue,
     }  # fmt: skip
 
 
 def check(cell: Cell, weight: Tensor, gain: Tensor) -> dict[str, Any]:
-    """Overlap's product and scale against float64 and the stock modules, as many rows a call."""
+    """Overlap against float64 and the stock modules, as many rows a call."""
+    if cell.finished:
+        case = validate.make_case(cell.problem, weight, EPS)
+        more = {"bias": case.bias, "plan": OVERLAP, **case.epilogue}
+        found, _ = validate.check_values(
+            case, lambda part: ops.norm_linear(part, weight, EPS, **more)
+        )
+        told = {"rel_err": found.rel_err, "rel_err_stock": found.rel_err_stock}
+        ratio = found.rel_err / found.rel_err_stock
+        return {
+            **told, "err_ratio": ratio, "max_err_ratio": found.reason, "finite": ratio == ratio,
+            "contract_ok": found.reason is None,
+        }  # fmt: skip
     folded = algebra.fold(weight, gain.float())
     verdict = accuracy.check(
         lambda rows: ops.norm_linear(rows, folded, EPS, plan=OVERLAP),
@@ -196,7 +219,7 @@ def measure_cell(
     record["chosen"] = chosen.as_dict()
     record["floor_us"] = floor_us(shape, cell.m, head["copy_tb_s"], head["matmul_tflops"])
     record["rotations"] = copies
-    if cell.m in HOST_TOKENS and cell.dtype == "bfloat16" and not cell.activation:
+    if cell.m in HOST_TOKENS and cell.dtype == "bfloat16" and not cell.finished:
         record["host_us"] = {
             name: measure.host_us(lambda fn=timed[name]: fn(0), calls=100, repeats=5)
             for name in ("overlap", "unfused", "chosen", "stock")
