@@ -18,7 +18,7 @@ WITHOUT_BLOCKS = ("library", "two_streams", "reference")
 """Forms whose matmul is the library's: they have no tiles of their own."""
 _WHOLE = ("centred", "activation", "gated", "residual")
 EPILOGUES: dict[str, tuple[str, ...]] = {
-    "gemv": (*_WHOLE, "bare"), "tiles": _WHOLE,
+    "gemv": (*_WHOLE, "bare"), "tiles": (*_WHOLE, "bare"),
     "scaled_gemm": ("centred", "activation", "residual"), "hopper_swap": (*_WHOLE, "bare"),
     "hopper_rows": (*_WHOLE, "bare"), "library": (*_WHOLE, "bare"), "two_streams": _WHOLE,
     "reference": (*_WHOLE, "bare"),

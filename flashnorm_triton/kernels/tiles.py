@@ -5,7 +5,8 @@ Triton's pipeliner then gives x's buffer a slot too few and the next copy overta
 instruction. Three forms keep clear of it, and the buffer-depth lint checks each compiled result:
 ``own`` loads x for the squares through a pointer argument of its own (the same address: two
 arguments, so that the compiler cannot merge the loads); ``shared`` uses one load, for targets and
-tiles whose matrix instruction is synchronous; ``given`` reads s instead of computing it.
+tiles whose matrix instruction is synchronous; ``given`` reads s instead of computing it. ``none``
+is a linear layer without a norm: s is 1.
 """
 
 import triton
@@ -16,6 +17,7 @@ from flashnorm_triton.kernels.epilogue import (
     plus_residual,
     rstd_of,
     scaled,
+    weighed,
     weight_rows,
 )
 
@@ -51,14 +53,16 @@ def norm_tiles_kernel(
     HAS_RESIDUAL: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """z = s * (x (* gain)) @ w.T (+ bias) for a BLOCK_M x BLOCK_N tile, then kernels/epilogue.py.
 
     Grid: (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),), walked GROUP_M row blocks at a time so that
-    neighbours share weights in L2. SQUARES is "own", "shared" or "given" (see the module). UPCAST
-    multiplies in fp32: for the CPU interpreter, whose bf16 dot is wrong. CENTRED needs "given"; it
-    takes the mean off after the product, to fp32's rounding: enough for a half-precision result
-    while the mean is below some 1000 deviations (the GEMV has no such bound).
+    neighbours share weights in L2. SQUARES is "own", "shared", "given" or "none" (see the module);
+    all but the residual is multiplied by SCALE. UPCAST multiplies in fp32: for the CPU interpreter,
+    whose bf16 dot is wrong. CENTRED needs "given"; it takes the mean off after the product, to
+    fp32's rounding: enough for a half-precision result while the mean is below some 1000 deviations
+    (the GEMV has no such bound).
     """
     pid = tl.program_id(0)
     blocks_m = tl.cdiv(M, BLOCK_M)
@@ -115,6 +119,8 @@ def norm_tiles_kernel(
             acc = tl.dot(x, w, acc, input_precision="ieee")
     if SQUARES == "given":
         s = tl.load(s_ptr + rows, mask=row_mask, other=0.0)
+    elif SQUARES == "none":
+        s = tl.full((BLOCK_M,), 1.0, tl.float32)
     else:
         tl.static_assert(not CENTRED, "the mean is given, with the scale")
         s = rstd_of(tl.sum(squares, axis=1), K, eps)
@@ -122,7 +128,7 @@ def norm_tiles_kernel(
     if CENTRED:
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)
     z = scaled(acc, s, mean, bias_ptr, row_sums_ptr, cols, col_mask, HAS_BIAS, CENTRED)
-    y = activated(z, ACTIVATION, GATED)
+    y = weighed(activated(z, ACTIVATION, GATED), SCALE)
     WIDTH: tl.constexpr = N // 2 if GATED else N
     ACROSS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     out = block_n * ACROSS + tl.arange(0, ACROSS)

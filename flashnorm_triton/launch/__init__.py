@@ -123,6 +123,7 @@ def _with_epilogues() -> Iterator[tuple[Problem, Plan]]:
     yield bare, Plan("single_pass", "gemv", 4, 8, 512, 2, 3)
     yield bare, Plan("single_pass", "hopper_swap", 16, 64, 256, 4, 3)
     yield bare, Plan("single_pass", "hopper_swap", 32, 64, 128, 4, 6, in_flight=1)
+    yield bare, Plan("stats_then_gemm", "tiles", 16, 32, 256, 4, 3, squares="given")
     yield bare, Plan("stats_then_gemm", "hopper_rows", 128, 128, 64, 4, 5, squares="given")
     own = replace(whole, centred=False)
     for plan in other_plans():

@@ -162,7 +162,8 @@ class Tiles:
                 "overflow: fold the gain into the weight, or use another plan"
             )
         self.plan, self.problem = plan, problem
-        self.stats = RowStats(problem) if plan.squares == "given" else None
+        given = problem.normed and plan.squares == "given"
+        self.stats = RowStats(problem) if given else None
         epilogue = epilogue_constants(problem)
         self.kernel = Kernel(
             norm_tiles_kernel,
@@ -174,12 +175,13 @@ class Tiles:
                 "BLOCK_N": plan.block_n,
                 "BLOCK_K": plan.block_k,
                 "GROUP_M": plan.group_m,
-                "SQUARES": plan.squares,
+                "SQUARES": plan.squares if problem.normed else "none",
                 "HAS_BIAS": epilogue.pop("HAS_BIAS"),
                 "HAS_GAIN": problem.has_gain,
                 **epilogue,
                 "STAGES": plan.num_stages,
                 "UPCAST": runtime.interpreting() and problem.dtype == "bfloat16",
+                "SCALE": problem.scale,
             },
             num_warps=plan.num_warps,
         )

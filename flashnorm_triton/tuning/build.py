@@ -132,7 +132,8 @@ def compile_plan(job: Job) -> list[Any]:
     with _launches_collected(job.device, job.target) as collected:
         family = launch.FAMILIES[job.plan.form](job.plan, problem, problem.k)
         if job.plan.form == "library":
-            family.norm.bind(geometry, 1e-6)(x, gain)
+            if problem.normed:
+                family.norm.bind(geometry, 1e-6)(x, gain)
             if family.finish is not None:
                 z = x.new_empty(problem.m, problem.n)
                 family.finish.bind(geometry)(z, _more(problem, x)[1])
