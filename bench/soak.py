@@ -5,12 +5,14 @@ with NaN, does any launch of a plan that this package can choose give other bits
 one, which was right against float64? A race or a forgotten write shows here, if anywhere.
 
     python bench/soak.py [--launches N] [--seconds S] [--members M] [--families ...] [--out FILE]
+    python bench/soak.py --list [--out FILE]    how long each family will take, by the last run
 
 Launches come from CUDA graphs of many and one by one, on streams drawn at random, three at a time
 beside copies and matmuls on a fourth. Outputs are compared on the device; the host reads one count
 a member and batch. A run goes on from the counts in its file while kernels, versions and GPU are
-the same (``--fresh`` begins anew). Exit: 0 when every family reached its launches and no bit moved,
-1 when one did, was wrong or is short of launches, 2 for bad arguments or no GPU.
+the same (``--fresh`` begins anew); families that were short of launches come first, and the time is
+shared by what each will take. Exit: 0 when every family reached its launches and no bit moved, 1
+when one did, was wrong or is short of launches, 2 for bad arguments or no GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench import report
+from bench.soak_forecast import Past, listing, past, short_first
 from flashnorm_triton import results
 from flashnorm_triton.tuning import measure
 
@@ -115,6 +118,7 @@ class Family:
     plain: int = 0
     mismatches: int = 0
     seconds: float = 0.0
+    setup_seconds: float = 0.0
     members: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
 
@@ -155,6 +159,7 @@ class Family:
             "goal_launches": wanted,
             "goal_met": self.launches >= wanted and self.bad() is None,
             "seconds": self.seconds,
+            "setup_seconds": self.setup_seconds,
             "members": self.members,
         }
         return {**record, "error": self.error} if self.error else record
@@ -185,6 +190,7 @@ def resumed(path: Path, head: Mapping[str, Any]) -> dict[str, Family]:
             record["plain_launches"],
             record["mismatches"],
             record["seconds"],
+            record.get("setup_seconds", 0.0),
             list(record["members"]),
         )
         if family.bad() is None:
@@ -217,17 +223,25 @@ def run_all(
     wanted: int,
     seconds: float,
     log: report.Log,
+    before: Mapping[str, Past] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Soak every family that is short of launches, saving after each; the records.
 
-    The time left is shared by the families that are left. A member that cannot be made ready is
-    recorded with its error, and the others go on; an error while launching ends the run, for the
-    GPU's context may be lost.
+    The time left is shared by the families that are left, in proportion to what ``before`` says
+    that each will take; one that it does not know counts as the mean of the others. A member that
+    cannot be made ready is recorded with its error, and the others go on; an error while launching
+    ends the run, for the GPU's context may be lost.
     """
     found = {**known, **{name: known.get(name, Family(name)) for name in families}}
     short = [name for name in families if found[name].launches < wanted]
     ends = log.seconds + seconds
+    went = before or {}
+    needs = {
+        name: went[name].needs(wanted - found[name].launches) for name in short if name in went
+    }
+    needs = {name: need for name, need in needs.items() if need}
+    mean = sum(needs.values()) / len(needs) if needs else 1.0
 
     def records() -> list[dict[str, Any]]:
         return [family.record(wanted) for family in found.values()]
@@ -235,6 +249,9 @@ def run_all(
     for number, name in enumerate(short):
         family = found[name]
         launchers, described = [], []
+        started = log.seconds
+        share = (ends - started) * needs.get(name, mean)
+        share /= sum(needs.get(other, mean) for other in short[number:])
         for member in families[name]:
             try:
                 launchers.append(ready(member))
@@ -244,7 +261,9 @@ def run_all(
                 family.members.append({**failed, "error": str(error)[:500]})
         try:
             if launchers:
-                share = max(0.0, ends - log.seconds) / (len(short) - number)
+                setup = log.seconds - started
+                family.setup_seconds += setup
+                share = max(0.0, share - setup)
                 tally = soak(launchers, wanted=wanted - family.launches, seconds=share, **options)
                 family.add(tally, described)
         except Exception as error:
@@ -273,11 +292,12 @@ def run(args: argparse.Namespace) -> int:
     head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
     folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
     path = args.out or folder / "soak.json"
+    before = past(path)
     pool = soak_members.with_epilogues(soak_members.pool(rig.gpu, rig.device))
     families = soak_members.families(pool, rig.device, args.members, rng)
     families = {
         name: members
-        for name, members in families.items()
+        for name, members in short_first(families, before).items()
         if not args.families or any(word in name for word in args.families)
     }
     compiler = Pool(args.jobs or max(1, len(os.sched_getaffinity(0)) - 2))
@@ -308,6 +328,7 @@ def run(args: argparse.Namespace) -> int:
             wanted=args.launches,
             seconds=args.seconds,
             log=log,
+            before=before,
             rng=rng,
             load=lambda us: rig.load(max(1, round(us / rig.load.us))),
             synchronize=torch.cuda.synchronize,
@@ -325,10 +346,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--launches", type=int, default=LAUNCHES, help="a family (100000)")
-    parser.add_argument("--seconds", type=float, default=300.0, help="then stop launching (300)")
+    parser.add_argument("--seconds", type=float, default=420.0, help="then stop launching (420)")
     parser.add_argument("--members", type=int, default=6, help="plans and sizes a family (6)")
     parser.add_argument("--families", nargs="+", help="only families with one of these words")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser.add_argument("--list", action="store_true", help="say how long a run will take, and end")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever the file has")
     parser.add_argument("--jobs", type=int, help="compiling processes; left out: CPU cores but two")
     parser.add_argument("--seed", type=int, default=0)
@@ -341,11 +363,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
+    if args.list and args.out:
+        print(listing(args.out, args.launches))
+        return 0
     try:
         measure.require_gpu()
     except measure.NoGpuError as error:
-        print(f"soak: {error}", file=sys.stderr)
+        hint = " (--list works without one, with --out FILE)" if args.list else ""
+        print(f"soak: {error}{hint}", file=sys.stderr)
         return 2
+    if args.list:
+        folder = ROOT / "bench" / "results" / results.gpu_slug(torch.cuda.get_device_name())
+        print(listing(folder / "soak.json", args.launches))
+        return 0
     with torch.no_grad():
         return run(args)
 
