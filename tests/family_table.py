@@ -108,7 +108,7 @@ class Family:
 def _decoders(
     packed: int, *names: str, experts: int = 0, alone: int = 1, **settings: Any
 ) -> list[Family]:
-    """``alone``: an RMS norm before the head, whose output the model returns too."""
+    """``alone``: RMS norms whose output is returned too (before the head), added or multiplied."""
     return [Family(name, packed, {**_DECODER, **settings}, experts, alone) for name in names]
 
 
@@ -122,11 +122,12 @@ FAMILIES: list[Family] = [
     *_decoders(4, "mistral", "ministral", "smollm3", "seed_oss", "helium", "qwen2", "qwen3"),
     *_decoders(4, "gemma", "gemma2", "gemma3_text", "vaultgemma", sliding_window=64),
     *_decoders(4, "gemma4_text", global_head_dim=32, **_GEMMA),
-    *_decoders(4, "gemma3n_text", **{**_GEMMA, "laurel_rank": 8, "intermediate_size": [112, 112],
-                                     "activation_sparsity_pattern": [0.0, 0.0]}),
+    *_decoders(4, "gemma3n_text", alone=3,
+               **{**_GEMMA, "laurel_rank": 8, "intermediate_size": [112, 112],
+                  "activation_sparsity_pattern": [0.0, 0.0]}),
     *_decoders(4, "glm", "glm4", "arcee", "apertus", "cwm", "ernie4_5", "hunyuan_v1_dense"),
     *_decoders(4, "diffllama", "doge"),
-    *_decoders(4, "nanochat", alone=0),  # its last norm is its first one too
+    *_decoders(4, "nanochat"),  # its last norm is its first one too
     *_decoders(4, "granite", attention_multiplier=0.3, residual_multiplier=0.7,
                embedding_multiplier=2.0),
     *_decoders(4, "phi3", original_max_position_embeddings=128),
@@ -150,7 +151,7 @@ FAMILIES: list[Family] = [
     *_decoders(2, "mamba2", num_heads=8, head_dim=16, state_size=16, n_groups=2),
     *_decoders(2, "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "qwen2_moe", experts=2, **_MOE),
     *_decoders(2, "phimoe", alone=0, **_MOE),
-    *_decoders(2, "llama4_text", intermediate_size_mlp=96, **_MOE),
+    *_decoders(2, "llama4_text", alone=3, intermediate_size_mlp=96, **_MOE),
     *_decoders(0, "olmo2", "olmo3", "exaone4", "flex_olmo", **_MOE),
     *_decoders(2, "granitemoe", "granitemoeshared", experts=2, shared_intermediate_size=48, **_MOE),
     *_decoders(0, "jetmoe", experts=4, kv_channels=16, **_MOE),
@@ -172,7 +173,7 @@ FAMILIES: list[Family] = [
     Family("mpt", 4, {**_COMMON, "d_model": 64, "n_heads": 4, "n_layers": 2}),
     Family("falcon", 2, {**_COMMON, "hidden_size": 64, "num_hidden_layers": 2,
                          "num_attention_heads": 4}),
-    *[Family(name, 10, _T5, task="Seq2SeqLM") for name in ("t5", "mt5", "umt5")],
+    *[Family(name, 10, _T5, alone=2, task="Seq2SeqLM") for name in ("t5", "mt5", "umt5")],
     *[Family(name, 10, _BART, task="Seq2SeqLM")
       for name in ("pegasus", "mbart", "m2m_100", "blenderbot")],
     Family("whisper", 10, {**_BART, "num_mel_bins": 8, "max_source_positions": 16,

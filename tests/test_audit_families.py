@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flashnorm_triton.models import audit
+from flashnorm_triton.models import SiteReport, audit
 from flashnorm_triton.models.skeleton import build, default_config
 
 _QKV = "packed q_proj k_proj v_proj"
@@ -185,18 +185,30 @@ def test_head_as_a_site(family: str, tied: bool) -> None:
 def test_cross_attention_reads_the_encoders_final_norm(family: str, norm: str) -> None:
     from transformers import CONFIG_MAPPING
 
-    config = default_config(family, 2)
-    if family == "t5":  # dropout between the norm and its readers forbids it in training
-        kept = next(site for site in audit(build(config), head=True).sites if site.norm == norm)
-        assert kept.decision == "keep" and "read by dropout" in kept.reason
-        config = CONFIG_MAPPING["t5"](num_layers=2, dropout_rate=0.0)
-    model = build(config)
     norm = norm or "model.encoder.layer_norm"
-    site = next(site for site in audit(model, head=True).sites if site.norm == norm)
-    assert (site.decision, site.form) == ("fuse", "passthrough"), site.reason
-    assert len(site.consumers) == 4 and all("decoder" in name for name in site.consumers)
-    alone = next(s for s in audit(model).sites if s.norm == norm)
-    assert alone.decision == ("norm_only" if alone.kind == "rms" else "keep")
+    configs = [default_config(family, 2)]
+    if family == "t5":  # with dropout between the norm and its readers in training, and without
+        configs.append(CONFIG_MAPPING["t5"](num_layers=2, dropout_rate=0.0))
+    for config in configs:
+        model = build(config)
+        for head in (False, True):
+            site = next(s for s in audit(model, head=head).sites if s.norm == norm)
+            assert site.decision == ("norm_only" if site.kind == "rms" else "keep")
+            assert len(site.consumers) == 4 and all("decoder" in name for name in site.consumers)
+    assert "handed to the decoder as encoder_outputs" in site.reason
+
+
+def test_final_norm_of_a_model_with_dropout_before_its_head() -> None:
+    from transformers import CONFIG_MAPPING
+
+    def final(**settings: Any) -> SiteReport:
+        config = CONFIG_MAPPING["t5"](num_layers=2, **settings)
+        return audit(build(config), head=True).sites[-1]
+
+    assert final().decision == "norm_only" and "read by dropout" in final().reason
+    assert final(dropout_rate=0.0).decision == "norm_only"  # a scalar before the tied head
+    free = final(dropout_rate=0.0, tie_word_embeddings=False, scale_decoder_outputs=False)
+    assert (free.decision, free.outputs) == ("fuse", ("decoder_hidden_states",)), free.reason
 
 
 def test_tied_head_that_returns_nothing_else() -> None:

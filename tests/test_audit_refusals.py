@@ -216,15 +216,15 @@ class Block(nn.Module):
 
 
 VARIANTS = {
-    "residual": "read by add",
     "heads": "view in Block depends on its output's last dimension",
     "part": "getitem in Block depends on its output's last dimension",
-    "dropout": "read by dropout",
-    "jitter": "read by mul in Block",
-    "returned": "also returned as normed by Block",
-    "returned beside": "also an output of the model",
 }
 NORM_ONLY_VARIANTS = {
+    "residual": "read by add",
+    "dropout": "read by dropout",
+    "jitter": "read by mul in Block",
+    "returned": "also an output of the model, normed",
+    "returned beside": "also an output of the model",
     "second input": "up also reads something other than this norm's output",
     "weight borrowed": "the weight of up is also used by the code of Block",
     "residual written": "its input is changed in place by add in Block",
@@ -238,6 +238,11 @@ PASSED_VARIANTS = {
     "conditional": "does not go to the same modules at every call",
     "strided": "with packed outputs the model fails or returns other shapes",
 }
+
+
+def _run(block: nn.Module, training: bool, inputs: tuple[torch.Tensor, ...]) -> Any:
+    torch.manual_seed(0)
+    return block.train(training)(*(value.clone() for value in inputs))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -255,6 +260,16 @@ def test_data_flow_that_leaves_the_norm_alone(variant: str) -> None:
     (site,) = audit(block, example_inputs=inputs).sites
     assert site.decision == "norm_only" and NORM_ONLY_VARIANTS[variant] in site.reason, site.reason
     assert site.form == "" and site.launches_saved >= 0
+    stock = copy.deepcopy(block)
+    with torch.no_grad():
+        block.norm.weight.uniform_(0.3, 1.3)
+        stock.load_state_dict(block.state_dict())
+    fn.patch(block, example_inputs=inputs)
+    for training in (True, False):
+        ours, expected = (
+            torch.utils._pytree.tree_leaves(_run(m, training, inputs)) for m in (block, stock)
+        )
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("variant", PASSED_VARIANTS)

@@ -22,11 +22,8 @@ from flashnorm_triton.models.worth import nothing_gained
 _REASONS = 2  # what is told of the obstacles to one norm
 _EXPERTS = "experts"
 _APART = " (seen by tracing "
-# What head=True gives back as it is before the final norm.
-_HIDDEN_STATES = {
-    *("last_hidden_state", "hidden_states"),
-    *("encoder_last_hidden_state", "encoder_hidden_states"),
-}
+# What a model returns of the final norm on request alone: patch puts it right there.
+_STATES = {"hidden_states", "decoder_hidden_states"}
 
 
 def audit(
@@ -42,8 +39,8 @@ def audit(
     followed to its readers; no list of model names is involved. The model may be on any device,
     meta included; it is only read. ``example_inputs`` (a dict of keyword arguments or a tuple of
     positional ones) are needed only by models that take no ``input_ids``. ``head=True`` counts a
-    norm whose output the model also returns (the final norm before the head) as a site: what the
-    model returns as ``last_hidden_state`` is then the tensor before that norm. ``cancel`` ("exact",
+    norm as a site whose output modules inside the model also return (the final norm before the
+    head); what the whole model returns stays as it is. ``cancel`` ("exact",
     "fast") also looks for norms that can be dropped, as their readers are normalised again. Of a
     model that is patched, what was found when it was patched is said again.
 
@@ -62,8 +59,13 @@ def audit(
     return report
 
 
-def _whole(model: nn.Module, example_inputs: Any, head: bool) -> tuple[AuditReport, set[str]]:
-    """The report of one model, parts included, and the norms that no trace has reached."""
+def _whole(
+    model: nn.Module, example_inputs: Any, head: bool, part: bool = False
+) -> tuple[AuditReport, set[str]]:
+    """The report of one model, parts included, and the norms that no trace has reached.
+
+    ``part``: what the model around this one makes of its outputs is not known.
+    """
     modules = dict(model.named_modules())
     norms = {name: module for name, module in modules.items() if is_candidate(module)}
     reader = NormReader()
@@ -77,17 +79,17 @@ def _whole(model: nn.Module, example_inputs: Any, head: bool) -> tuple[AuditRepo
     else:
         trace = tracer.follow()
         surroundings = Surroundings(modules, trace)
-        verdicts = {name: _verdict(name, traits[name], surroundings, head) for name in norms}
+        verdicts = {name: _verdict(name, traits[name], surroundings, head, part) for name in norms}
         _rehearse(tracer, modules, trace, traits, verdicts)
     report = _report(model, norms, traits, trace, verdicts)
     unseen = {name for name in norms if trace.failure or not trace.flows[name].calls}
     if example_inputs is None:
-        report, unseen = _with_parts(modules, report, unseen, head)
+        report, unseen = _with_parts(modules, report, unseen)
     return report, unseen
 
 
 def _with_parts(
-    modules: dict[str, nn.Module], report: AuditReport, unseen: set[str], head: bool
+    modules: dict[str, nn.Module], report: AuditReport, unseen: set[str]
 ) -> tuple[AuditReport, set[str]]:
     """Trace the parts of a model by themselves where its own forward did not lead to all norms.
 
@@ -102,7 +104,7 @@ def _with_parts(
         if not hasattr(module, "config") or not any(norm.startswith(inside) for norm in unseen):
             continue
         done.append(inside)
-        part, still_unseen = _whole(module, None, head)
+        part, still_unseen = _whole(module, None, head=False, part=True)
         for site in part.sites:
             norm = inside + site.norm
             if norm in unseen and site.norm not in still_unseen:
@@ -157,6 +159,7 @@ def _report(
                 form=verdict.form,
                 foldable=verdict.foldable,
                 returned_as=tuple(dict.fromkeys(key for key in flow.returned.values() if key)),
+                outputs=tuple(flow.outputs),
             )
         )
         why = nothing_gained(sites[-1])
@@ -185,21 +188,58 @@ def _launches_saved(traits: NormTraits, flow: Flow, verdict: Verdict) -> int:
     return max(flow.operations - 1, 0)
 
 
-def _verdict(name: str, traits: NormTraits, surroundings: Surroundings, head: bool) -> Verdict:
+def _verdict(
+    name: str, traits: NormTraits, surroundings: Surroundings, head: bool, part: bool
+) -> Verdict:
     """What can be done about the norm ``name`` as far as the stock model tells."""
     trace = surroundings.trace
     flow = trace.flows[name]
-    obstacle = surroundings.of_norm(name, traits) or trace.failure or _values_obstacle(flow)
+    obstacle = surroundings.of_norm(name, traits) or trace.failure
     if obstacle is not None:
         return Verdict("keep", obstacle)
-    known = {key for key in flow.returned.values() if key}
-    as_documented = bool(known) and known <= _HIDDEN_STATES
-    if flow.returned and not (head and as_documented):
-        told = "; ".join(list(flow.returned)[:_REASONS])
-        if not as_documented:
-            return Verdict("keep", told)
-        return _alone(traits, f"{told} (head=True fuses it nevertheless)")
-    obstacle = surroundings.of_consumers(name, traits, may_share=head)
+    obstacle = _values_obstacle(flow)
+    if obstacle is not None:
+        # What it gives is needed as it is: one launch gives it too.
+        if traits.kind == "rms" and flow.consumers and flow.unlike is None:
+            return Verdict("norm_only", f"{obstacle}; one launch gives it as well")
+        return Verdict("keep", obstacle)
+    if not flow.returned:
+        return _fused(name, traits, surroundings, may_share=head)
+    told = "; ".join(list(flow.returned)[:_REASONS])
+    bound = _bound(flow, part)
+    if bound is not None:
+        return _alone(traits, bound)
+    verdict = _fused(name, traits, surroundings, may_share=True)
+    if head or verdict.decision != "fuse":
+        return verdict
+    return _alone(traits, f"{told} (head=True fuses it nevertheless)")
+
+
+def _bound(flow: Flow, part: bool) -> str | None:
+    """Why a norm whose output is also returned is bound to give just that; None: it is not."""
+    names = {key for key in flow.returned.values() if key}
+    if any(name.startswith("encoder_") for name in names):
+        return (
+            "its output is returned by the encoder and handed to the decoder as encoder_outputs, "
+            "once a prompt: in a decode step nothing could be saved"
+        )
+    for name in flow.outputs:
+        if name not in _STATES:
+            return f"its output is also an output of the model{name and f', {name}'}"
+    strange = names - _STATES - {"last_hidden_state"}
+    if strange or not names:
+        return "; ".join(list(flow.returned)[:_REASONS])
+    if part:
+        return (
+            f"its output is returned as {', '.join(sorted(names))} to a model that was not traced"
+        )
+    return None
+
+
+def _fused(name: str, traits: NormTraits, surroundings: Surroundings, may_share: bool) -> Verdict:
+    """The verdict on a norm that may give something else than it did, if its readers agree."""
+    flow = surroundings.trace.flows[name]
+    obstacle = surroundings.of_consumers(name, traits, may_share)
     obstacle = obstacle or _never(name, flow)
     if obstacle is not None:
         return _alone(traits, obstacle)

@@ -18,15 +18,16 @@ from flashnorm_triton.models.installers import Declined, Installer, Options
 from flashnorm_triton.models.packed import SPOILT
 from flashnorm_triton.models.report import SiteReport
 from flashnorm_triton.models.source import NormSource
-from flashnorm_triton.models.weights import PackedWeights, is_transposed
+from flashnorm_triton.models.weights import PackedWeights, is_transposed, sizes
 from flashnorm_triton.ops import rms_norm
 
 
 class NormedOutputs:
-    """A forward hook of the whole model: the last of its ``hidden_states`` is the normed one.
+    """A forward hook of the whole model: the last of its hidden states is the normed one.
 
-    Next to nothing unless ``output_hidden_states`` was asked for. The outputs must be a mapping
-    with names, as they are unless ``return_dict=False``.
+    Next to nothing unless ``output_hidden_states`` was asked for; without names
+    (``return_dict=False``) the first tuple of (batch, tokens, K) tensors is taken for them: the
+    decoder's come before the encoder's.
 
     Raises RuntimeError where something else has been put in the place of a linear that normalises
     (``resize_token_embeddings`` makes a new head): nothing would apply the norm then.
@@ -38,18 +39,34 @@ class NormedOutputs:
     def __call__(self, model: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling():
             self._check(model)
-        if "hidden_states" not in self.site.report.returned_as:
+        if not self.site.report.outputs:
             return output
-        states = getattr(output, "hidden_states", None)
-        if not isinstance(states, tuple) or not states:
-            return output
+        if isinstance(output, tuple):
+            place = next((i for i, part in enumerate(output) if self._are_states(part)), None)
+            if place is None:
+                return output
+            return (*output[:place], self._normed(output[place]), *output[place + 1 :])
+        for name in self.site.report.outputs:
+            states = getattr(output, name, None)
+            if isinstance(states, tuple) and states:
+                setattr(output, name, self._normed(states))
+        return output
+
+    def _normed(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         source, x = self.site.source, states[-1]
         if source.kind == "rms":
             normed = rms_norm(x, source.eps, source.live_gain())
         else:
             normed = source.normalise(x)
-        output.hidden_states = (*states[:-1], normed)
-        return output
+        return (*states[:-1], normed)
+
+    def _are_states(self, part: Any) -> bool:
+        size = sizes(self.site.linears[0])[0]
+        return (
+            isinstance(part, tuple)
+            and bool(part)
+            and all(isinstance(t, Tensor) and t.dim() == 3 and t.shape[-1] == size for t in part)
+        )
 
     def _check(self, model: nn.Module) -> None:
         for name in self.site.report.consumers:
@@ -79,7 +96,7 @@ class PassthroughSite(Installer):
         self.derived: list[dict[str, Tensor | None]] = []
         self._derived_from: dict[int, dict[str, nn.Parameter | None]] = {}
         foldable = options.fold and report.foldable
-        if "hidden_states" in report.returned_as and not options.revertible:
+        if report.outputs and not options.revertible:
             foldable = False  # the norm is still computed by itself at times: its gain must stay
         if foldable and (report.kind != "rms" or self.source.has_gain):
             self._fold(options.revertible)
@@ -177,7 +194,7 @@ class PassthroughSite(Installer):
         return modules
 
     def output_hook(self) -> NormedOutputs | None:
-        """What normalises the last of ``hidden_states``, where the stock model returns it so."""
+        """What normalises the last of the hidden states, where the stock model returns it so."""
         return NormedOutputs(self) if self.report.returned_as else None
 
     def give_back(self) -> None:

@@ -102,9 +102,10 @@ def patch(
             (section 3 of the paper; docs/cancel.md), in part where only q and k are; "exact"
             corrects the later eps row by row, "fast" leaves it. False: none is dropped.
         head: also fuses the final norm with the language-model head; with a tied one, its gain is
-            applied in the kernel. What the whole model returns stays as it is, ``hidden_states``
-            included; the ``last_hidden_state`` of the inner model (``model.model(...)``), and of an
-            encoder whose final norm is fused so, is then the tensor before that norm.
+            applied in the kernel. What the whole model returns stays as it is, the last of
+            ``hidden_states`` included; so does what an encoder returns, or a model without a head.
+            The ``last_hidden_state`` of the model inside one with a head (``model.model(...)``) is
+            then the tensor before that norm.
         revertible: True keeps the stock weights of folded sites in host memory for ``revert`` and
             ``state_dict``. False frees them: ``revert()`` then explains, and ``state_dict()`` gives
             the folded weights with neutral gains, which stock modules compute the same with.

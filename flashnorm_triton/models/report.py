@@ -35,7 +35,8 @@ class SiteReport:
     a router and experts); "" where nothing can be fused. A "keep" with a form could be fused (and
     is, in a checkpoint), but would save no launch. ``foldable`` is False where the gain must be
     applied in the kernel, as a weight is shared with another module. ``returned_as`` are the names
-    under which the norm's output also leaves a module of the model (``last_hidden_state``, ...).
+    under which the norm's output also leaves a module of the model (``last_hidden_state``, ...),
+    ``outputs`` those that it has in what the whole model returns.
     ``launches_saved`` counts kernel launches in one eager decode step.
     """
 
@@ -52,6 +53,7 @@ class SiteReport:
     form: str = ""
     foldable: bool = True
     returned_as: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The record as plain JSON types."""

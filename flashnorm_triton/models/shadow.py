@@ -136,8 +136,13 @@ def run_once(
             return
 
 
-def options_of(shadow: nn.Module) -> list[dict[str, Any]]:
-    """Options to run the double with: as much as it may have to say, then less, then nothing."""
+def options_of(shadow: nn.Module, example_inputs: Any = None) -> list[dict[str, Any]]:
+    """Options to run the double with: as much as it may have to say, then less, then nothing.
+
+    Those that ``example_inputs`` name are left to them; positional ones are all that is given.
+    """
+    if isinstance(example_inputs, tuple):
+        return [{}]
     takes = accepted_arguments(shadow)
     choices: list[dict[str, Any]] = [
         {"use_cache": True, "output_hidden_states": True},
@@ -146,7 +151,11 @@ def options_of(shadow: nn.Module) -> list[dict[str, Any]]:
         {},
     ]
     takes_all = "kwargs" in takes and hasattr(shadow, "config")
-    kept = [{k: v for k, v in c.items() if k in takes or takes_all} for c in choices]
+    named = set(example_inputs or ())
+    kept = [
+        {k: v for k, v in c.items() if (k in takes or takes_all) and k not in named}
+        for c in choices
+    ]
     return [choice for index, choice in enumerate(kept) if choice not in kept[:index]]
 
 

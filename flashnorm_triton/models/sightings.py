@@ -19,8 +19,10 @@ class Flow:
 
     ``consumers`` maps each module whose weights read it to its kind; ``scaled`` names those that
     read it times a number. ``obstacles`` maps each reason to the forms of fusing that it forbids;
-    ``returned`` maps how the output also leaves the model to the name it has there. ``readers``
-    are the modules that were handed it, ``call_sets`` the sets of consumers of its calls.
+    ``returned`` maps how the output also leaves a module to the name it has there; ``outputs`` are
+    the names it has in what the whole model returns ("" for none). ``unlike`` says why no other
+    norm could be called in its place. ``readers`` are the modules that were handed it,
+    ``call_sets`` the sets of consumers of its calls.
     """
 
     norm: str
@@ -30,6 +32,8 @@ class Flow:
     scaled: dict[str, None] = field(default_factory=dict)
     obstacles: dict[str, tuple[str, ...]] = field(default_factory=dict)
     returned: dict[str, str] = field(default_factory=dict)
+    outputs: dict[str, None] = field(default_factory=dict)
+    unlike: str | None = None
     readers: dict[str, None] = field(default_factory=dict)
     call_sets: set[frozenset[str]] = field(default_factory=set)
 

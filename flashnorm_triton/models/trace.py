@@ -223,7 +223,7 @@ class Tracer:
                 choices = [faked(self._example_inputs)]
             else:
                 choices = list(guesses(self._shadow))
-            all_options = options_of(self._shadow) if self._example_inputs is None else [{}]
+            all_options = options_of(self._shadow, self._example_inputs)
         for inputs in choices:
             for options in all_options:
                 try:
@@ -249,8 +249,10 @@ class Tracer:
             self.trace.flows[name].__init__(name)
 
     def _returned(self, output: Any) -> None:
-        for tag in self._follower.tags_in(output):
-            tag.flow.returned.setdefault("its output is also an output of the model", "")
+        for key, value in output.items() if isinstance(output, Mapping) else [("", output)]:
+            for tag in self._follower.tags_in(value):
+                tag.flow.returned.setdefault("its output is also an output of the model", "")
+                tag.flow.outputs.setdefault(key)
 
     def _call(
         self,
@@ -351,19 +353,23 @@ class Tracer:
         for tag in tags:
             tag.flow.obstruct(f"its output goes into another norm, {self._follower.where()}")
         if len(args) != 1 or kwargs:
-            flow.obstruct("it is not called with one positional argument")
+            self._unlike(flow, "it is not called with one positional argument")
         with follower.looking_away():
             output = forward(*args, **kwargs)
         flow.calls += 1
         flow.operations = max(flow.operations, follower.kernels)
         if not isinstance(output, Tensor):
-            flow.obstruct("its forward does not return one tensor")
+            self._unlike(flow, "its forward does not return one tensor")
         else:
             source = _first(args, kwargs)
             if source is not None and output.dtype != source.dtype:
-                flow.obstruct(f"it turns {source.dtype} into {output.dtype}")
+                self._unlike(flow, f"it turns {source.dtype} into {output.dtype}")
             follower.tag(output, Tag(flow, source))
         return output
+
+    def _unlike(self, flow: Flow, reason: str) -> None:
+        flow.unlike = reason
+        flow.obstruct(reason)
 
     def _linear(
         self, name: str, kind: str, module: nn.Module, args: Any, kwargs: Any, tags: list[Tag]
