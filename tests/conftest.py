@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -15,10 +16,14 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    if HAS_GPU:
-        return f"device: {torch.cuda.get_device_name()}, kernels run on it"
-    return "device: CPU, kernels run through Triton's interpreter"
+HAS_HYPOTHESIS = importlib.util.find_spec("hypothesis") is not None
+collect_ignore_glob = [] if HAS_HYPOTHESIS else ["test_fuzz*.py"]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    lines = [f"device: {torch.cuda.get_device_name()}, kernels run on it"] if HAS_GPU else []
+    lines = lines or ["device: CPU, kernels run through Triton's interpreter"]
+    return lines if HAS_HYPOTHESIS else [*lines, "no hypothesis installed: no fuzz tests"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

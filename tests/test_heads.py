@@ -145,8 +145,9 @@ def test_a_copy_leaves_what_was_compiled_behind(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_call_on_a_gpu_is_the_kernel(device: torch.device) -> None:
+def test_a_call_on_a_gpu_is_the_kernel(device: torch.device, monkeypatch) -> None:
     assert runtime.triton_unavailable() is None
+    monkeypatch.delattr(HeadNorms, "in_torch")  # the same bits, more often than not
     norms, (z, gains), x = _case("k is v", 70, torch.bfloat16, device)
     assert torch.equal(norms(z, gains, x, X_EPS), _by_kernel(norms, z, gains, x))
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from numerics import Case, assert_contract, assert_right, errors, make_case, reference
+from numerics import Case, assert_contract, assert_right, errors, make_case, poisoned, reference
 from plan_params import distinct_plans, one_of_each_form, skip_unless_it_runs_here
 from torch import Tensor
 
@@ -186,24 +186,37 @@ def test_launches_on_the_current_stream(problem, plan):
     assert torch.equal(y, expected) and torch.equal(normed, rms_norm(case.x, case.eps))
 
 
+def differing(outputs: list[Tensor], right: Tensor) -> int:
+    return sum(int((as_bits(y) != as_bits(right)).any()) for y in outputs)
+
+
+def small_enough(case: Case, most: int) -> int:
+    """Launches whose outputs may all be kept."""
+    size = case.x.shape[0] * case.weight.shape[0] * case.x.element_size()
+    return max(4, min(most, (1 << 30) // size))
+
+
 @each_form
 def test_two_streams_at_once(problem, plan):
+    """Launches alone, back to back, so that those of one stream meet those of the other."""
     skip_unless_it_runs_here(plan)
     cases = [case_for(problem) for _ in range(2)]
     expected = [norm_linear(*case, plan=plan) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
-    differing = [torch.zeros((), dtype=torch.int64, device=CUDA) for _ in cases]
-    torch.cuda.synchronize()
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)  # the host gets ahead, so that launches overlap
-    for _ in range(100):
-        for case, stream, right, count in zip(cases, streams, expected, differing, strict=True):
+    outputs: list[list[Tensor]] = [[], []]
+    for _ in range(2):
+        torch.cuda.synchronize()
+        for stream in streams:
             with torch.cuda.stream(stream):
-                y = norm_linear(*case, plan=plan)
-                count += (as_bits(y) != as_bits(right)).any()
-    torch.cuda.synchronize()
-    assert [int(count) for count in differing] == [0, 0]
+                torch.cuda._sleep(20_000_000)  # the host gets ahead, so that launches overlap
+        for _ in range(small_enough(cases[0], 100)):
+            for case, stream, kept in zip(cases, streams, outputs, strict=True):
+                with torch.cuda.stream(stream):
+                    kept.append(norm_linear(*case, plan=plan))
+        torch.cuda.synchronize()
+        for kept, right in zip(outputs, expected, strict=True):
+            assert differing(kept, right) == 0
+            kept.clear()
 
 
 @pytest.mark.parametrize(
@@ -215,21 +228,21 @@ def test_two_graphs_at_once(problem, plan):
     cases = [case_for(problem) for _ in range(2)]
     expected = [norm_linear(*case, plan=plan) for case in cases]
     streams = [torch.cuda.Stream() for _ in cases]
-    differing = [torch.zeros((), dtype=torch.int64, device=CUDA) for _ in cases]
-    graphs, kept = [torch.cuda.CUDAGraph() for _ in cases], []
-    for case, graph, right, count in zip(cases, graphs, expected, differing, strict=True):
+    graphs = [torch.cuda.CUDAGraph() for _ in cases]
+    outputs: list[list[Tensor]] = [[], []]
+    for case, graph, kept in zip(cases, graphs, outputs, strict=True):
         with torch.cuda.graph(graph):
-            for _ in range(20):
-                kept.append(norm_linear(*case, plan=plan))
-                count += (as_bits(kept[-1]) != as_bits(right)).any()
-                kept[-1].fill_(torch.nan)  # what the next replay does not write shows
-    torch.cuda.synchronize()
-    for _ in range(20):
+            kept.extend(norm_linear(*case, plan=plan) for _ in range(50))
+    for _ in range(10):
+        for y in (*outputs[0], *outputs[1]):
+            y.fill_(torch.nan)  # what a replay does not write shows
+        torch.cuda.synchronize()
         for graph, stream in zip(graphs, streams, strict=True):
             with torch.cuda.stream(stream):
+                torch.cuda._sleep(2_000_000)  # both are enqueued before either begins
                 graph.replay()
-    torch.cuda.synchronize()
-    assert [int(count) for count in differing] == [0, 0]
+        torch.cuda.synchronize()
+        assert [differing(*pair) for pair in zip(outputs, expected, strict=True)] == [0, 0]
 
 
 def test_split_k_counters_are_zero_before_another_stream_takes_them(monkeypatch):
@@ -244,12 +257,16 @@ def test_split_k_counters_are_zero_before_another_stream_takes_them(monkeypatch)
     monkeypatch.setattr(workspace, "_blocks", {})
     monkeypatch.setattr(workspace, "_of_stream", {})
     behind, idle = torch.cuda.Stream(), torch.cuda.Stream()
+    for stream in (behind, idle):
+        with torch.cuda.stream(stream):  # new memory from the driver would wait for the GPU
+            torch.empty(8 << 20, device=CUDA)
+    torch.cuda.synchronize()
     with torch.cuda.stream(behind):
         # The fill of the new block must not land on counters that hold anything: make it nonzero.
         torch.full((1 << 20,), 7, dtype=torch.int32, device=CUDA)
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(200_000_000)
         early = norm_linear(*case, plan=plan)
-    with torch.cuda.stream(idle):
+    with torch.cuda.stream(idle), poisoned():
         late = [norm_linear(*case, plan=plan) for _ in range(3)]
     torch.cuda.synchronize()
     assert all(torch.equal(y, expected) for y in (early, *late))
@@ -286,6 +303,32 @@ def test_threads(problem, plan, monkeypatch):
         for result, right in zip(results, expected, strict=True):
             assert isinstance(result, Tensor), result
             assert torch.equal(result, right)
+
+
+@each_form
+def test_a_new_thread_launches_before_it_does_anything_else(problem, plan):
+    """It has no CUDA context yet, which the encoding of descriptors needs."""
+    skip_unless_it_runs_here(plan)
+    cases = [case_for(problem) for _ in range(2)]
+    expected = [norm_linear(*case, plan=plan) for case in cases]
+    case = cases[0]._replace(x=cases[1].x.clone())  # an address that no descriptor is kept of
+    right = norm_linear(*cases[0]._replace(x=cases[1].x), plan=plan)
+    torch.cuda.synchronize()
+    results: list[object] = []
+
+    def work() -> None:
+        try:
+            results.append(norm_linear(*case, plan=plan))
+        except Exception as error:  # shown by the assertion below
+            results.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert isinstance(results[0], Tensor), results[0]
+    assert torch.equal(results[0], right)
+    assert torch.equal(norm_linear(*cases[1], plan=plan), expected[1])
 
 
 # Devices
