@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from flashnorm_triton.models.block.find import find_blocks, still_blocks
 from flashnorm_triton.models.installers import sites_of
 from flashnorm_triton.models.linears import CONV1D, LINEAR, linear_sizes
 from flashnorm_triton.models.norms import NormReader, NormTraits, is_candidate
@@ -56,6 +57,7 @@ def audit(
         from flashnorm_triton.models.cancel import cancellations
 
         report = cancellations(model, report, cancel, example_inputs)
+        report = replace(report, blocks=still_blocks(report.blocks, report.sites))
     return report
 
 
@@ -82,6 +84,9 @@ def _whole(
         verdicts = {name: _verdict(name, traits[name], surroundings, head, part) for name in norms}
         _rehearse(tracer, modules, trace, traits, verdicts)
     report = _report(model, norms, traits, trace, verdicts)
+    operations = {name: flow.operations for name, flow in trace.flows.items()}
+    blocks = find_blocks(modules, report.sites, trace.calls, traits, operations)
+    report = replace(report, blocks=blocks)
     unseen = {name for name in norms if trace.failure or not trace.flows[name].calls}
     if example_inputs is None:
         report, unseen = _with_parts(modules, report, unseen)
@@ -96,6 +101,7 @@ def _with_parts(
     A part is a model of its own (a vision tower, a decoder), with its config and main input.
     """
     sites = {site.norm: site for site in report.sites}
+    blocks = list(report.blocks)
     done: list[str] = []
     for name, module in modules.items():
         inside = f"{name}."
@@ -105,6 +111,9 @@ def _with_parts(
             continue
         done.append(inside)
         part, still_unseen = _whole(module, None, head=False, part=True)
+        known = {block.layer for block in blocks}
+        found = [replace(block, layer=inside + block.layer) for block in part.blocks]
+        blocks += [block for block in found if block.layer not in known]
         for site in part.sites:
             norm = inside + site.norm
             if norm in unseen and site.norm not in still_unseen:
@@ -115,7 +124,7 @@ def _with_parts(
                     consumers=tuple(inside + consumer for consumer in site.consumers),
                     reason=_seen_apart(site.reason, name),
                 )
-    return replace(report, sites=tuple(sites.values())), unseen
+    return replace(report, sites=tuple(sites.values()), blocks=tuple(blocks)), unseen
 
 
 def _seen_apart(reason: str, part: str) -> str:

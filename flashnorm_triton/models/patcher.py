@@ -13,6 +13,7 @@ from torch import nn
 
 from flashnorm_triton.checkpoints.flags import is_folded
 from flashnorm_triton.models.auditor import audit
+from flashnorm_triton.models.block.install import LEVELS, at_level, make_blocks, undo_blocks
 from flashnorm_triton.models.installers import (
     Declined,
     Installer,
@@ -79,6 +80,7 @@ def patch(
     cancel: bool | str = False,
     head: bool = False,
     revertible: bool = True,
+    level: str = "auto",
     example_inputs: ExampleInputs = None,
 ) -> PatchHandle:
     """Fuse every norm of ``model`` with the linears that read it, where the audit allows it.
@@ -109,6 +111,12 @@ def patch(
         revertible: True keeps the stock weights of folded sites in host memory for ``revert`` and
             ``state_dict``. False frees them: ``revert()`` then explains, and ``state_dict()`` gives
             the folded weights with neutral gains, which stock modules compute the same with.
+        level: "auto" also runs each decoder layer as a block, in the fewest launches, where its code
+            is proven to be one; ``report.blocks`` says which, and why not the others. "norm" leaves
+            the layers' own code alone; "block" asks for every layer that could be one.
+            A block is the layer's own code again in training, wherever gradients are wanted, under
+            autocast, for ``output_attentions`` and when something inside has a hook or was
+            exchanged. A norm that ``cancel`` drops keeps its layer at the level "norm".
         example_inputs: for a model that takes no ``input_ids``: its keyword arguments (dict) or
             positional ones (tuple), of any small size.
 
@@ -117,11 +125,14 @@ def patch(
         warning that says so. A site that fails (out of memory while packing, for one) is kept as
         it was; its record in ``report`` says why, and one warning names it.
 
-    Raises TypeError for something that is not a module, ValueError for a model on the meta device.
+    Raises TypeError for something that is not a module, ValueError for a model on the meta device,
+    for an unknown level, and for "block" where a layer is none (the message says why).
     Whatever is raised, the model is left as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch needs a torch.nn.Module, not {type(model).__name__}")
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; it must be one of {', '.join(LEVELS)}")
     model = getattr(model, "_orig_mod", model)
     # No list of the parameters: it would keep weights alive that are to be freed site by site.
     on_meta = [parameter.is_meta for parameter in model.parameters()]
@@ -141,6 +152,7 @@ def patch(
             stacklevel=2,
         )
         return PatchHandle(model, report, changed=False)
+    report = at_level(report, level)
     if all(site.decision == "keep" for site in report.sites):
         reasons = list(dict.fromkeys(site.reason for site in report.kept))
         detail = "; ".join(reasons[:3]) if reasons else "it has no norms"
@@ -171,13 +183,16 @@ def patched(
     fold: bool = True,
     cancel: bool | str = False,
     head: bool = False,
+    level: str = "auto",
     example_inputs: ExampleInputs = None,
 ) -> Iterator[PatchHandle]:
     """``patch`` for the length of a with block; reverted at its end, exceptions included.
 
     A model that was already patched when the block began stays patched after it.
     """
-    handle = patch(model, fold=fold, cancel=cancel, head=head, example_inputs=example_inputs)
+    handle = patch(
+        model, fold=fold, cancel=cancel, head=head, level=level, example_inputs=example_inputs
+    )
     try:
         yield handle
     finally:
@@ -227,7 +242,8 @@ def _install_all(
             except Exception as error:
                 found = _kept(found, error)
         entries.append(found)
-    report = replace(report, sites=tuple(entries))
+    blocks = make_blocks(model, report.blocks, done)
+    report = replace(report, sites=tuple(entries), blocks=blocks)
     for site in done.values():
         site.audit = report
     return report, watch.result()
@@ -266,6 +282,7 @@ def _kept(report: SiteReport, error: Exception) -> SiteReport:
 
 
 def _restore(model: nn.Module) -> None:
+    undo_blocks(model)
     for key, hook in list(model._forward_hooks.items()):
         if isinstance(getattr(hook, "site", None), Installer):
             del model._forward_hooks[key]

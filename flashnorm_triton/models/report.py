@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from flashnorm_triton.models.block.spec import BlockSpec
+
+BLOCK = "block"
+_Record = TypeVar("_Record")
 
 _DECISIONS = {
     "fuse": "fused",
@@ -70,11 +76,36 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class BlockReport:
+    """One layer with a fused norm before its attention and one before its MLP.
+
+    ``level`` is "block" where it runs as a whole, with ``launches_saved`` beside what its norms
+    save in an eager decode step, or "norm"; ``reason`` says why. ``spec``: what was proven of it.
+    """
+
+    layer: str
+    level: str
+    reason: str
+    launches_saved: int = 0
+    spec: BlockSpec | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain JSON types."""
+        return {
+            "layer": self.layer,
+            "level": self.level,
+            "reason": self.reason,
+            "launches_saved": self.launches_saved,
+        }
+
+
+@dataclass(frozen=True)
 class AuditReport:
-    """All norms of one model, in the order of its modules."""
+    """All norms of one model, in the order of its modules, and its layers (``blocks``)."""
 
     model_class: str
     sites: tuple[SiteReport, ...]
+    blocks: tuple[BlockReport, ...] = ()
 
     def decided(self, *decisions: str) -> tuple[SiteReport, ...]:
         """The sites with one of these decisions."""
@@ -92,21 +123,31 @@ class AuditReport:
 
     @property
     def launches_saved(self) -> int:
-        """Kernel launches saved in one eager decode step."""
+        """Kernel launches that the norms save in one eager decode step."""
         return sum(site.launches_saved for site in self.sites)
 
+    @property
+    def launches_saved_by_blocks(self) -> int:
+        """Kernel launches that layers which run as whole blocks save beside that."""
+        return sum(block.launches_saved for block in self.blocks)
+
     def summary(self) -> str:
-        """One line: norms, sites, launches saved in a decode step."""
+        """One line: norms, sites, layers, launches saved in a decode step."""
         counts = {name: len(self.decided(name)) for name in _DECISIONS}
         told = [
             f"{count} {_DECISIONS[name]}"
             for name, count in counts.items()
             if count or name in ("fuse", "keep")
         ]
-        return (
+        text = (
             f"{self.model_class}: {len(self.sites)} norms, {', '.join(told)}; "
             f"{self.launches_saved} kernel launches saved per decode step"
         )
+        if not self.blocks:
+            return text
+        whole = sum(block.level == BLOCK for block in self.blocks)
+        more = f", {self.launches_saved_by_blocks} launches fewer again" if whole else ""
+        return f"{text}; {whole} of {len(self.blocks)} layers run as whole blocks{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as plain JSON types."""
@@ -116,7 +157,9 @@ class AuditReport:
             "fused": len(self.fused),
             "decisions": {name: len(self.decided(name)) for name in _DECISIONS},
             "launches_saved": self.launches_saved,
+            "launches_saved_by_blocks": self.launches_saved_by_blocks,
             "sites": [site.to_dict() for site in self.sites],
+            "layers": [block.to_dict() for block in self.blocks],
         }
 
     def to_json(self, indent: int | None = 2) -> str:
@@ -131,7 +174,7 @@ class AuditReport:
         table = Table(title=self.summary())
         for heading in ("norm", "class", "gain", "eps", "feeds", "decision", "reason"):
             table.add_column(heading, overflow="fold")
-        for group in _alike(self.sites):
+        for group in _grouped(self.sites, _kind):
             site = group[0]
             feeds = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in site.consumers))
             table.add_row(
@@ -143,6 +186,13 @@ class AuditReport:
                 site.decision if site.decision == "keep" else f"[green]{site.decision}[/green]",
                 escape(_starred(site.reason) if len(group) > 1 else site.reason),
             )
+        for blocks in _grouped(self.blocks, lambda b: (b.level, _starred(b.reason))):
+            name = _numbered([block.layer for block in blocks], ": the whole layer")
+            level = blocks[0].level
+            told = f"[green]{level}[/green]" if level == BLOCK else level
+            reason = blocks[0].reason
+            reason = _starred(reason) if len(blocks) > 1 else reason
+            table.add_row(name, "", "", "", "", told, escape(reason))
         return table
 
 
@@ -150,23 +200,26 @@ def _starred(text: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|\b)", "*", text)
 
 
-def _alike(sites: tuple[SiteReport, ...]) -> list[list[SiteReport]]:
-    groups: dict[Any, list[SiteReport]] = {}
-    for site in sites:
-        key = (
-            _starred(site.norm),
-            site.norm_class,
-            site.convention,
-            site.eps,
-            site.decision,
-            _starred(site.reason),
-            tuple(_starred(name) for name in site.consumers),
-        )
-        groups.setdefault(key, []).append(site)
+def _kind(site: SiteReport) -> Any:
+    return (
+        _starred(site.norm),
+        site.norm_class,
+        site.convention,
+        site.eps,
+        site.decision,
+        _starred(site.reason),
+        tuple(_starred(name) for name in site.consumers),
+    )
+
+
+def _grouped(records: Iterable[_Record], kind: Callable[[_Record], Any]) -> list[list[_Record]]:
+    groups: dict[Any, list[_Record]] = {}
+    for record in records:
+        groups.setdefault(kind(record), []).append(record)
     return list(groups.values())
 
 
-def _numbered(names: list[str]) -> str:
+def _numbered(names: list[str], what: str = "") -> str:
     if len(names) == 1:
-        return names[0]
-    return f"{_starred(names[0])} ({len(names)})"
+        return f"{names[0]}{what}"
+    return f"{re.sub(r'(?<=[.])[0-9]+$', '*', _starred(names[0]))}{what} ({len(names)})"

@@ -40,13 +40,15 @@ class Trace:
 
     ``borrowed`` maps a linear or norm to a foreign module whose code reads its weight. ``failure``
     says why the model could not be followed at all. ``on_meta``: it has no weights in memory.
-    ``kinds`` says of each linear what it is (:func:`flashnorm_triton.models.linears.linear_kind`).
+    ``kinds`` says of each linear what it is (:func:`flashnorm_triton.models.linears.linear_kind`);
+    ``calls`` holds the arguments of the last call of every module that has children.
     """
 
     flows: dict[str, Flow]
     kinds: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, set[str | None]] = field(default_factory=dict)
     borrowed: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     failure: str | None = None
     on_meta: bool = False
 
@@ -296,6 +298,8 @@ class Tracer:
         self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         follower = self._follower
+        if module._modules:
+            self.trace.calls[name] = args, kwargs
         tags = follower.tags_in((args, kwargs))
         for tag in tags:
             tag.flow.readers.setdefault(name)

@@ -1,0 +1,234 @@
+"""A decoder layer as a block: its class's forward where that is called for, else few launches.
+
+The layer stays the object that it was, with its children, hooks and attributes; its class becomes a
+subclass of its own. Training, gradients, autocast, hooks on what is inside, recorded attentions and
+modules that were exchanged all go through the layer's own code, over its patched norms.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flashnorm_triton.block_ops import add_rms_norm, linear, rotary_heads
+from flashnorm_triton.models.block.caches import static_layer
+from flashnorm_triton.models.block.gain import Gain
+from flashnorm_triton.models.block.spec import BlockSpec, NormUse
+from flashnorm_triton.ops import norm_linear
+
+_CAPTURING = "transformers.utils.output_capturing"
+_CACHE_NAMES = {"cache", "past_key_values", "past_key_value", "layer_past"}
+_any_autocast = torch._C._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
+
+
+class Block:
+    """What a block's class adds to the layer's own: a forward that asks, and chooses."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The layer's own forward, or one launch for each of the block's steps."""
+        runner = self.runner
+        if len(args) == 1 and not self.training and runner.fits(args[0], kwargs):
+            return runner.run(args[0], kwargs)
+        return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _made_anew, (type(self).__mro__[2],), vars(self)
+
+
+@functools.cache
+def block_class(stock: type[nn.Module]) -> type[nn.Module]:
+    """The class of a block whose layer is of class ``stock``; it goes by the same name."""
+    own = {"__module__": stock.__module__, "__qualname__": stock.__qualname__}
+    return type(stock.__name__, (Block, stock), {**own, "__doc__": stock.__doc__})
+
+
+def _made_anew(stock: type[nn.Module]) -> nn.Module:
+    kind = block_class(stock)
+    return kind.__new__(kind)
+
+
+class Runner:
+    """What a block does in place of its layer's own code. Holds no tensors: all are looked up.
+
+    ``layer`` has been patched already: its two norms emit the packed outputs of their linears.
+    """
+
+    def __init__(self, layer: nn.Module, spec: BlockSpec) -> None:
+        attention, mlp = spec.attention, spec.mlp
+        get = layer.get_submodule
+        self.spec = spec
+        self.first, self.second = get(attention.norm), get(mlp.norm)
+        self.output, self.down = get(attention.output), get(mlp.down)
+        self.attention = get(attention.attention)
+        self.after = _Added(layer, attention.post), _Added(layer, mlp.post)
+        norms = attention.q_norm, attention.k_norm
+        self.gains = tuple(None if norm is None else Gain(layer, norm) for norm in norms)
+        self.heads = attention.heads, attention.kv_heads
+        self.constants = dict(attention.constants)
+        forwards = [inspect.unwrap(type(m).forward) for m in (layer, self.attention)]
+        if isinstance(layer, Block):
+            forwards[0] = inspect.unwrap(type(layer).__mro__[2].forward)
+        self.eager = forwards[1].__globals__.get("eager_attention_forward", _no_eager)
+        named: dict[str, Any] = {}
+        for forward in reversed(forwards):
+            named.update(inspect.signature(forward).parameters)
+        passes = set(attention.passes)
+        self.defaults = {
+            name: named[name].default
+            for name in attention.passes
+            if name in named and named[name].default is not inspect.Parameter.empty
+        }
+        plain = {n for n, p in named.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        # Arguments that mean something to the layer's own code, or that were never tried.
+        self.special = frozenset(
+            (plain | _CACHE_NAMES | {"output_attentions"} | set(self.constants))
+            - {spec.cache, spec.mask, spec.angles}
+            - passes
+        )
+        inside = [module for module in layer.modules() if module is not layer]
+        holders = [layer, *(module for module in inside if module._modules)]
+        self.tables = [(m._modules, list(m._modules.values())) for m in holders]
+        self.forwards = [(module, vars(module).get("forward")) for module in inside]
+        self.hooks = tuple(
+            table for m in inside for table in (m._forward_hooks, m._forward_pre_hooks)
+        )
+
+    def fits(self, x: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether this call is the one that was proven, and nobody watches what is passed by."""
+        weight = self.first._buffers["packed_weight"]
+        return (
+            x.dtype is weight.dtype
+            and x.dim() == 3
+            and not _any_autocast()
+            and not (torch.is_grad_enabled() and self._learns(x))
+            and self.special.isdisjoint(kwargs)
+            and (self.spec.attention.rope is None or kwargs.get(self.spec.angles) is not None)
+            and not (any(self.hooks) and self._watched())
+            and self._is_intact()
+        )
+
+    def _learns(self, x: Tensor) -> bool:
+        if x.requires_grad:
+            return True
+        modules = [module for module, _ in self.forwards]
+        return any(
+            p is not None and p.requires_grad for m in modules for p in m._parameters.values()
+        )
+
+    def _watched(self) -> bool:
+        """Whether a hook inside would see something: transformers' own see only what is asked."""
+        hooks = [hook for table in self.hooks for hook in table.values()]
+        if any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks):
+            return True
+        wanted = sys.modules[_CAPTURING]._active_collector.get()
+        return wanted is not None and any(
+            not key.startswith("_") for key in wanted if key != _STATES
+        )
+
+    def _is_intact(self) -> bool:
+        """Whether every module inside is the one that was there, with the forward that it had."""
+        for table, modules in self.tables:
+            if list(table.values()) != modules:
+                return False
+        if _is_compiling():
+            return True
+        for module, forward in self.forwards:
+            if module.__dict__.get("forward") is not forward:
+                return False
+        return not (self.first.site.scattered or self.second.site.scattered)
+
+    def run(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """The block of hidden states ``x`` (B, T, K), with the layer's arguments by name."""
+        spec = self.spec
+        mask = kwargs.pop(spec.mask, None)
+        angles = kwargs.pop(spec.angles, None)
+        cache = kwargs.pop(spec.cache, None)
+        if not kwargs.keys() >= self.defaults.keys():
+            kwargs = {**self.defaults, **kwargs}
+        half = spec.attention
+        q, k, v = self._heads(_normed(self.first, x), angles, cache, kwargs)
+        interface = _interface(self.attention.config, self.eager)
+        mixed = interface(self.attention, q, k, v, mask, **self.constants, **kwargs)[0]
+        x = self.after[0](self.output, mixed.reshape(*x.shape[:-1], -1), x, half.scale)
+        half = spec.mlp
+        inner = _normed(self.second, x, half.activation, half.gated)
+        return self.after[1](self.down, inner, x, half.scale)
+
+    def _heads(
+        self, qkv: Tensor, angles: Any, cache: Any, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as the attention function takes them, the cache updated."""
+        half, (q_norm, k_norm) = self.spec.attention, self.gains
+        cos, sin = (None, None) if half.rope is None else angles
+        static = None if cache is None else static_layer(cache, half.layer_index)
+        more = {} if static is None else static.room_for(qkv.shape[1])
+        q, k, v = rotary_heads(
+            qkv,
+            cos,
+            sin,
+            heads=self.heads,
+            head_dim=half.head_dim,
+            q_gain=None if q_norm is None else q_norm.weight,
+            k_gain=None if k_norm is None else k_norm.weight,
+            eps=None if q_norm is None else q_norm.eps,
+            one_plus=q_norm is not None and q_norm.one_plus,
+            interleaved=half.rope == "interleaved",
+            **more,
+        )
+        if cache is not None and static is None:
+            if half.update_kwargs is None:
+                k, v = cache.update(k, v, half.layer_index)
+            else:
+                k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: kwargs})
+        return q, k, v
+
+
+_STATES = "hidden_states"
+
+
+def _normed(
+    norm: nn.Module, x: Tensor, activation: str | None = None, gated: bool = False
+) -> Tensor:
+    """The packed linears of a patched norm, with the activation that follows, in one launch."""
+    buffers, source = norm._buffers, norm.site.source
+    return norm_linear(
+        x,
+        buffers["packed_weight"],
+        source.eps,
+        buffers["packed_bias"],
+        None if norm.site.folded else source.live_gain(),
+        activation=activation,
+        gated=gated,
+    )
+
+
+class _Added:
+    """What a half adds to its input: its last linear's product, or the norm of that."""
+
+    def __init__(self, layer: nn.Module, post: NormUse | None) -> None:
+        self.gain = None if post is None else Gain(layer, post)
+
+    def __call__(self, last: nn.Module, x: Tensor, residual: Tensor, scale: float) -> Tensor:
+        weight, bias = last._parameters["weight"], last._parameters["bias"]
+        if self.gain is None:
+            return linear(x, weight, bias, residual=residual, scale=scale)
+        return add_rms_norm(linear(x, weight, bias), residual, self.gain.eps, self.gain.effective())
+
+
+def _interface(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function that the config names at this moment."""
+    return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+
+
+def _no_eager(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(
+        "this layer has no eager attention: choose another with set_attn_implementation"
+    )

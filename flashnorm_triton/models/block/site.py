@@ -1,0 +1,117 @@
+"""Making a layer a block: after its norms have been patched, and tried on the layer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashnorm_triton.models.block.layer import Block, Runner, block_class
+from flashnorm_triton.models.block.spec import BlockSpec
+from flashnorm_triton.models.installers import Declined, Installer
+from flashnorm_triton.models.packed import PackedSite
+from flashnorm_triton.models.placement import HOOK
+from flashnorm_triton.models.report import BlockReport
+
+# Far above what two ways of rounding differ by, far below what another function gives.
+_TOLERANCES = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}
+_TOKENS = 3
+
+
+class BlockSite:
+    """One layer that runs as a block, which has this as ``block``. Its weights are its norms' sites'.
+
+    Raises Declined where the layer's norms were not patched as the audit planned.
+    """
+
+    def __init__(
+        self, model: nn.Module, report: BlockReport, sites: Mapping[str, Installer]
+    ) -> None:
+        assert report.spec is not None
+        self.report = report
+        self.layer = model.get_submodule(report.layer)
+        for half in (report.spec.attention, report.spec.mlp):
+            norm = f"{report.layer}.{half.norm}"
+            if not isinstance(sites.get(norm), PackedSite):
+                raise Declined(f"{norm} was not fused with its linears")
+
+    def take(self) -> None:
+        """Give the layer the class of a block."""
+        layer = self.layer
+        stock = type(layer)
+        runner = Runner(layer, self.report.spec)
+        layer.__class__ = block_class(stock)
+        layer.runner, layer.block = runner, self
+        _rebind(layer)
+
+    def give_back(self) -> None:
+        """The layer has its own class again."""
+        layer = self.layer
+        if isinstance(layer, Block):
+            layer.__class__ = type(layer).__mro__[2]
+            del layer.runner, layer.block
+            _rebind(layer)
+
+
+def _rebind(layer: nn.Module) -> None:
+    """An accelerate hook calls the forward that the layer had: the class's, whichever it is now."""
+    if hasattr(layer, HOOK) and "_old_forward" in vars(layer):
+        layer._old_forward = type(layer).forward.__get__(layer)
+
+
+def tried(layer: nn.Module, spec: BlockSpec) -> str | None:
+    """Run the layer both ways over a few random rows; why the block must not be, or None.
+
+    Also None where the layer's own code cannot be run so (an attention that needs more than this).
+    """
+    weight = layer.runner.first._buffers["packed_weight"]
+    args, kwargs = _rows(weight, spec)
+    stock: Callable[..., Any] = type(layer).__mro__[2].forward
+    devices = [weight.device] if weight.is_cuda else []
+    with _evaluating(layer), torch.random.fork_rng(devices=devices):
+        try:
+            expected = stock(layer, *args, **dict(kwargs))
+        except Exception:
+            return None
+        if not layer.runner.fits(*args, kwargs):
+            return None
+        made = layer.runner.run(*args, dict(kwargs))
+    x = args[0].double()
+    wanted, got = expected.double() - x, made.double() - x
+    error = float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    if not error <= _TOLERANCES[weight.dtype]:  # NaN is not
+        return f"tried on random rows, its block is off by {error:.1e} of what the layer adds"
+    return None
+
+
+@contextmanager
+def _evaluating(layer: nn.Module) -> Iterator[None]:
+    """No gradients, no autocast, no dropout."""
+    training = [(module, module.training) for module in layer.modules()]
+    kind = next(layer.parameters()).device.type
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(kind, enabled=False):
+        try:
+            for module, _ in training:
+                module.training = False
+            yield
+        finally:
+            for module, before in training:
+                module.training = before
+
+
+def _rows(weight: Tensor, spec: BlockSpec) -> tuple[tuple[Tensor], dict[str, Any]]:
+    draw = torch.Generator(device="cpu").manual_seed(0)
+    x = torch.randn(1, _TOKENS, weight.shape[1], generator=draw, device="cpu").to(weight)
+    kwargs: dict[str, Any] = {}
+    if spec.mask is not None:
+        kwargs[spec.mask] = None
+    if spec.cache is not None:
+        kwargs[spec.cache] = None
+    if spec.angles is not None:
+        turns = torch.rand(1, _TOKENS, spec.rotary // 2, generator=draw, device="cpu") * 6
+        turns = torch.cat((turns, turns), -1)
+        kwargs[spec.angles] = turns.cos().to(weight), turns.sin().to(weight)
+    return (x,), kwargs

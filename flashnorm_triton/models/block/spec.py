@@ -1,0 +1,70 @@
+"""What is known of a layer that has been proven to be a decoder block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NormUse:
+    """An RMS norm inside a block: its path, eps and how its class uses the gain."""
+
+    path: str
+    eps: float
+    convention: str
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """norm -> q, k, v -> [norms of the heads] -> rotary -> cache -> attention -> output.
+
+    Paths are relative to the layer. ``rope`` is "half", "interleaved" or None; ``constants`` are
+    the keyword arguments that the attention function is always given; ``passes`` the layer's
+    arguments that it is handed under their own names; ``post`` the norm of what the half adds, and
+    ``scale`` the number that is multiplied with it. ``update_kwargs``: the cache's update is also
+    given the passed arguments, under this name.
+    """
+
+    norm: str
+    q_norm: NormUse | None
+    k_norm: NormUse | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: str | None
+    attention: str
+    layer_index: int | None
+    constants: tuple[tuple[str, Any], ...]
+    passes: tuple[str, ...]
+    update_kwargs: str | None
+    output: str
+    post: NormUse | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """norm -> gate, up -> activation(gate) * up -> down; without a gate: activation(up) -> down."""
+
+    norm: str
+    activation: str | None
+    gated: bool
+    down: str
+    post: NormUse | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A whole layer: the names of the arguments it is called with, and its two halves.
+
+    ``rotary`` is the width of the tables (cos, sin) that it is given as ``angles``.
+    """
+
+    cache: str | None
+    mask: str | None
+    angles: str | None
+    rotary: int
+    attention: AttentionSpec
+    mlp: MlpSpec
