@@ -126,7 +126,7 @@ def test_one_launch_for_all_linears_of_a_site(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(fused, "norm_linear", counted)
     for family, widths in (("llama", [128, 224]), ("phi3", [128, 224])):
         calls.clear()
-        model = fn.patch(tiny_model(family)).model
+        model = fn.patch(tiny_model(family), level="norm").model
         _logits(model, token_ids())
         assert [shape[0] for shape in calls] == widths * 2
 

@@ -38,18 +38,21 @@ def _assert_reverts(model: nn.Module, handle: Any, stock: Tensor, before: dict[s
 
 
 @FOLDS
+@pytest.mark.parametrize("level", ["norm", "block"])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
-def test_hooks_that_only_move_inputs_go_on(family: str, fold: bool) -> None:
+def test_hooks_that_only_move_inputs_go_on(family: str, level: str, fold: bool) -> None:
     """What a device_map over several devices puts on every module; here they are all the CPU."""
     model = accelerate.dispatch_model(tiny_model(family), _map("cpu", "cpu"), force_hooks=True)
     stock, before = _logits(model), {name: id(module) for name, module in model.named_modules()}
     hooks = _hooks(model)
     assert sum(hook is not None for hook in hooks.values()) > 20
-    handle = fn.patch(model, fold=fold)
+    handle = fn.patch(model, fold=fold, level=level)
     assert len(handle.report.fused) == 4
     assert _hooks(model) == hooks
     calls: list[str] = []
-    norm = model.model.layers[0].input_layernorm
+    norm = model.model.layers[0]  # a block moves its inputs once
+    if level == "norm":
+        norm = norm.input_layernorm
     moves = norm._hf_hook.pre_forward
     norm._hf_hook.pre_forward = lambda *args, **kwargs: calls.append("") or moves(*args, **kwargs)
     torch.testing.assert_close(_logits(model), stock, rtol=1e-4, atol=1e-4)

@@ -111,12 +111,12 @@ def patch(
         revertible: True keeps the stock weights of folded sites in host memory for ``revert`` and
             ``state_dict``. False frees them: ``revert()`` then explains, and ``state_dict()`` gives
             the folded weights with neutral gains, which stock modules compute the same with.
-        level: "auto" also runs each decoder layer as a block, in the fewest launches, where its code
-            is proven to be one; ``report.blocks`` says which, and why not the others. "norm" leaves
-            the layers' own code alone; "block" asks for every layer that could be one.
-            A block is the layer's own code again in training, wherever gradients are wanted, under
-            autocast, for ``output_attentions`` and when something inside has a hook or was
-            exchanged. A norm that ``cancel`` drops keeps its layer at the level "norm".
+        level: "auto" also runs each decoder layer as a block, in the fewest launches, where its
+            code is proven to be one; ``report.blocks`` says which, and why not the others. "norm"
+            leaves the layers' own code alone; "block" asks for blocks alone. A block is the layer's
+            own code again in training, wherever gradients are wanted, under autocast, for
+            ``output_attentions`` and when something inside has a hook or was exchanged. A norm that
+            ``cancel`` drops keeps its layer at the level "norm".
         example_inputs: for a model that takes no ``input_ids``: its keyword arguments (dict) or
             positional ones (tuple), of any small size.
 

@@ -151,6 +151,8 @@ class Tracer:
                 trace.inputs[moved(path)] = {n if n is None else moved(n) for n in norms}
             for path in [path for path in trace.borrowed if moved(path) != path]:
                 trace.borrowed[moved(path)] = told(trace.borrowed[path])
+            for path in [path for path in trace.calls if moved(path) != path]:
+                trace.calls[moved(path)] = trace.calls[path]
 
     def rehearse(self, sites: Iterable[Rehearsal]) -> str | None:
         """Run with these sites fused; None when every module returns the shapes it did before.
@@ -246,6 +248,7 @@ class Tracer:
         self._follower.forget()
         self._log, self.failed_at = [], None
         self.trace.inputs.clear()
+        self.trace.calls.clear()
         self._follower.borrowed.clear()
         for name in self.trace.flows:
             self.trace.flows[name].__init__(name)

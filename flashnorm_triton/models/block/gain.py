@@ -27,7 +27,7 @@ class Gain:
         return None if self.ungained else self.module._parameters["weight"]
 
     def effective(self) -> Tensor | None:
-        """The factor (K,): the parameter, or 1 + it in fp32, kept while nothing is written to it."""
+        """The factor (K,): the parameter, or 1 + it in fp32, kept while it is not written to."""
         weight = self.weight
         if weight is None or not self.one_plus:
             return weight

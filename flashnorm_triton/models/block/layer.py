@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flashnorm_triton.block_ops import add_rms_norm, linear, rotary_heads
-from flashnorm_triton.models.block.caches import static_layer
+from flashnorm_triton.models.block.caches import (
+    move_on,
+    places_in,
+    positions,
+    written_kinds,
+)
 from flashnorm_triton.models.block.gain import Gain
 from flashnorm_triton.models.block.spec import BlockSpec, NormUse
 from flashnorm_triton.ops import norm_linear
@@ -73,6 +78,7 @@ class Runner:
         self.gains = tuple(None if norm is None else Gain(layer, norm) for norm in norms)
         self.heads = attention.heads, attention.kv_heads
         self.constants = dict(attention.constants)
+        self.static_kinds = written_kinds()
         forwards = [inspect.unwrap(type(m).forward) for m in (layer, self.attention)]
         if isinstance(layer, Block):
             forwards[0] = inspect.unwrap(type(layer).__mro__[2].forward)
@@ -168,8 +174,12 @@ class Runner:
         """q, k and v as the attention function takes them, the cache updated."""
         half, (q_norm, k_norm) = self.spec.attention, self.gains
         cos, sin = (None, None) if half.rope is None else angles
-        static = None if cache is None else static_layer(cache, half.layer_index)
-        more = {} if static is None else static.room_for(qkv.shape[1])
+        tokens, room, more = qkv.shape[1], None, {}
+        if cache is not None:
+            room = places_in(cache, half.layer_index, tokens, self.static_kinds)
+            if room is not None:
+                more = {"key_cache": room.keys, "value_cache": room.values}
+                more["cache_position"] = positions(room, tokens)
         q, k, v = rotary_heads(
             qkv,
             cos,
@@ -183,11 +193,12 @@ class Runner:
             interleaved=half.rope == "interleaved",
             **more,
         )
-        if cache is not None and static is None:
-            if half.update_kwargs is None:
-                k, v = cache.update(k, v, half.layer_index)
-            else:
-                k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: kwargs})
+        if room is not None:
+            move_on(room, tokens)
+        elif cache is not None and half.update_kwargs is None:
+            k, v = cache.update(k, v, half.layer_index)
+        elif cache is not None:
+            k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: kwargs})
         return q, k, v
 
 

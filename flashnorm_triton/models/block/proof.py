@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flashnorm_triton import reference
 from flashnorm_triton.block_reference import Layout, rotary_heads
 from flashnorm_triton.checks import ACTIVATIONS
-from flashnorm_triton.models.block.probe import CallShape, Event, Passed, Probe, Run, Unproven
+from flashnorm_triton.models.block.probe import CallShape, Event, Probe, Run, Unproven
 from flashnorm_triton.models.block.spec import AttentionSpec, BlockSpec, MlpSpec, NormUse
 from flashnorm_triton.models.norms import NormTraits
 

@@ -22,7 +22,7 @@ _TOKENS = 3
 
 
 class BlockSite:
-    """One layer that runs as a block, which has this as ``block``. Its weights are its norms' sites'.
+    """One layer that runs as a block; the layer has this as ``block``. Holds no weights.
 
     Raises Declined where the layer's norms were not patched as the audit planned.
     """
