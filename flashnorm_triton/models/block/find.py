@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from flashnorm_triton.models.alike import attributes_of
 from flashnorm_triton.models.norms import NormTraits
 from flashnorm_triton.models.report import BLOCK, BlockReport, SiteReport
 from flashnorm_triton.models.sightings import PACKED
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from flashnorm_triton.models.block.spec import BlockSpec
 
 _HALVES = 2
+_NUMBER = "layer_idx"  # what transformers' layers that are alike differ in
 
 
 def find_blocks(
@@ -38,7 +40,7 @@ def find_blocks(
         if site.decision == "fuse" and site.form == PACKED:
             meeting.setdefault(_meet(site), []).append(site)
     blocks: list[BlockReport] = []
-    known: dict[type, tuple[BlockSpec, int]] = {}
+    known: dict[Any, tuple[BlockSpec, int]] = {}
     for path, found in meeting.items():
         if path and len(found) == _HALVES:
             blocks.append(_judge(path, modules[path], found, calls, traits, operations, known))
@@ -86,7 +88,7 @@ def _judge(
     calls: Mapping[str, tuple[Any, Any]],
     traits: Mapping[str, NormTraits],
     operations: Mapping[str, int],
-    known: dict[type, tuple[BlockSpec, int]],
+    known: dict[Any, tuple[BlockSpec, int]],
 ) -> BlockReport:
     from flashnorm_triton.models.block.obstacles import obstacle_to
     from flashnorm_triton.models.block.probe import CallShape, Unproven
@@ -94,6 +96,8 @@ def _judge(
 
     inside = f"{path}."
     start = len(inside)
+    looks, numbers = attributes_of(layer)
+    kind = looks, frozenset(item for item in numbers.items() if item[0][1] != _NUMBER)
     try:
         why = obstacle_to(path, layer, sites)
         if why is not None:
@@ -105,12 +109,12 @@ def _judge(
             CallShape.read(*calls[path]),
             {name[start:]: t for name, t in traits.items() if name.startswith(inside)},
             {s.norm[start:]: tuple(c[start:] for c in s.consumers) for s in sites},
-            known.get(type(layer)),
+            known.get(kind),
         )
     except Unproven as reason:
         return BlockReport(path, "norm", str(reason))
     # One launch prepares queries, keys and values, their norms included; one ends a sandwich.
-    known[type(layer)] = spec, launches = proven
+    known[kind] = spec, launches = proven
     attention, posts = spec.attention, [n for n in (spec.attention.post, spec.mlp.post) if n]
     inner = [n for n in (attention.q_norm, attention.k_norm, *posts) if n is not None]
     saved = launches - 1 - len(posts) + sum(operations[inside + norm.path] for norm in inner)

@@ -25,11 +25,11 @@ from flashnorm_triton.models.block.caches import (
     written_kinds,
 )
 from flashnorm_triton.models.block.gain import Gain
+from flashnorm_triton.models.block.probe import CACHE_NAMES
 from flashnorm_triton.models.block.spec import BlockSpec, NormUse
 from flashnorm_triton.ops import norm_linear
 
 _CAPTURING = "transformers.utils.output_capturing"
-_CACHE_NAMES = {"cache", "past_key_values", "past_key_value", "layer_past"}
 _any_autocast = torch._C._is_any_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 
@@ -95,7 +95,7 @@ class Runner:
         plain = {n for n, p in named.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
         # Arguments that mean something to the layer's own code, or that were never tried.
         self.special = frozenset(
-            (plain | _CACHE_NAMES | {"output_attentions"} | set(self.constants))
+            (plain | CACHE_NAMES | {"output_attentions"} | set(self.constants))
             - {spec.cache, spec.mask, spec.angles}
             - passes
         )

@@ -23,6 +23,7 @@ from flashnorm_triton.models.shadow import SharedFakes, make_shadow
 
 # The name under which transformers finds the probe's attention, for doubles alone.
 IMPLEMENTATION = "flashnorm_probe"
+CACHE_NAMES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past"))
 _RECORDER = "_flashnorm_recorder"
 _DTYPE = torch.float64
 _ASKING = {"get_interface", "get", "__contains__", "__getitem__"}
@@ -85,7 +86,12 @@ class CallShape:
         cache = mask = angles = None
         rotary, shared, others = 0, False, []
         for name, value in kwargs.items():
-            if hasattr(value, "update") and hasattr(value, "get_seq_length"):
+            if (
+                hasattr(value, "update")
+                and hasattr(value, "get_seq_length")
+                or value is None
+                and name in CACHE_NAMES
+            ):
                 cache = name
             elif name == "attention_mask":
                 mask = name

@@ -40,7 +40,7 @@ def prove(
 
     ``traits`` are those of its norms and ``columns`` the names of the linears that each packed norm
     feeds, in the packed order, by paths relative to the layer. ``like`` is what was found of
-    another layer of the same class: where this one does the same in one run, so it does in others.
+    another layer with equal attributes: where this one does the same in one run, it is as proven.
 
     Raises Unproven, with the reason, for a layer that is not a block.
     """
