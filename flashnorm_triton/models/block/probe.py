@@ -102,6 +102,10 @@ class CallShape:
         return cls(cache, mask, angles, rotary, shared, tuple(others))
 
 
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "update") and hasattr(value, "get_seq_length")
+
+
 def _is_angles(value: Any) -> bool:
     return (
         isinstance(value, (tuple, list))
