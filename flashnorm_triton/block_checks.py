@@ -101,9 +101,10 @@ def check_caches(
             f"key_cache has shape {tuple(key_cache.shape)}, value_cache "
             f"{tuple(value_cache.shape)}: they must be equal"
         )
-    if position.shape != qkv.shape[1:2] or position.dtype not in (torch.int64, torch.int32):
+    fits = position.dim() == 0 or position.shape == qkv.shape[1:2]
+    if not fits or position.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"cache_position is {position.dtype} {tuple(position.shape)}; it must be int64 or "
-            f"int32 with one place for each of {qkv.shape[1]} tokens"
+            f"int32 with one place for each of {qkv.shape[1]} tokens, or no dimension: the first's"
         )
     check_device("cache_position", position, qkv)

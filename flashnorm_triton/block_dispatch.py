@@ -115,6 +115,8 @@ def rotary_heads_cached(
         def in_torch(*operands: Tensor) -> Tensor:
             position, key_cache, value_cache = operands[5:]
             q, k, v = block_reference.rotary_heads(*operands[:5], layout)
+            if position.dim() == 0:
+                position = position + torch.arange(k.shape[2], device=k.device)
             key_cache.index_copy_(2, position.long(), k)
             value_cache.index_copy_(2, position.long(), v)
             return q
@@ -166,7 +168,7 @@ def _launcher(
         "q_gain": q_gain is not None,
         "k_gain": k_gain is not None,
         "shared": cos is None or cos.shape[0] == 1,
-        "cached": caches is not None,
+        "places": "" if caches is None else "each" if caches[2].dim() else "first",
         "tile": _FEW_TILES if few else _MANY_TILES,
     }
     position = None if caches is None else caches[2]

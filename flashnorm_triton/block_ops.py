@@ -113,8 +113,9 @@ def rotary_heads(
         one_plus: the gains are 1 + the weights.
         interleaved: partners are neighbours; else they are R / 2 columns apart.
         key_cache, value_cache: (B, kv, length, D), last dimension contiguous. Given, k and v are
-            written into them, at ``cache_position`` (T,), int64 or int32; a place that the cache
-            has not is not written. Without autograd.
+            written into them, at ``cache_position`` (T,), int64 or int32, or one after the other
+            from ``cache_position`` () on; a place that the cache has not is not written by a
+            kernel. Without autograd.
 
     Returns:
         q (B, q, T, D), the transpose of a contiguous (B, T, q, D), which is how attention kernels

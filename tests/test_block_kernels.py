@@ -81,11 +81,14 @@ def test_into_caches(dtype: torch.dtype, device: torch.device) -> None:
         before = keys.clone(), values.clone()
         position = torch.randperm(9)[:tokens].to(device, dtype)
         q, k, v = _launched(case, layout)
-        places = {"key_cache": keys, "value_cache": values, "cache_position": position}
-        assert torch.equal(_launched(case, layout, **places)[0], q)
-        for cache, old, new in zip((keys, values), before, (k, v), strict=True):
-            expected = old.index_copy(2, position.long(), new)
-            assert torch.equal(cache, expected)
+        first = torch.tensor(9 - tokens, device=device, dtype=dtype)
+        for places in (position, first):
+            keys.copy_(before[0]), values.copy_(before[1])
+            more = {"key_cache": keys, "value_cache": values, "cache_position": places}
+            assert torch.equal(_launched(case, layout, **more)[0], q)
+            there = position if places.dim() else torch.arange(9 - tokens, 9, device=device)
+            for cache, old, new in zip((keys, values), before, (k, v), strict=True):
+                assert torch.equal(cache, old.index_copy(2, there.long(), new))
 
 
 def test_places_that_a_cache_has_not_are_left_out(device: torch.device) -> None:

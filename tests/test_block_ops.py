@@ -232,22 +232,24 @@ def test_caches_in_a_compiled_graph(device: torch.device) -> None:
     """The caches are written once, where they are, by a graph as by an eager call."""
     torch._dynamo.reset()
     case, layout = heads_case("llama", 2, 1, torch.float32, device)
-    caches = torch.zeros(4, 2, 2, 6, 16, device=device)
+    caches = [torch.zeros(2, 2, 6, 16, device=device) for _ in range(4)]
 
     def step(keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
         q, keys, values = call(
             case, layout, key_cache=keys, value_cache=values, cache_position=position
         )
-        return q.sum() + keys.sum() + values.sum()
+        return torch.cat([part.flatten() for part in (q, keys, values)])
 
     compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
-    for place in (2, 5):
-        position = torch.tensor([place], device=device)
+    for position in (torch.tensor([2]), torch.tensor([5]), torch.tensor(3)):
+        position = position.to(device)
         with torch.no_grad():
-            right = step(caches[0], caches[1], position)
-            ours = compiled(caches[2], caches[3], position)
-        torch.testing.assert_close(ours, right)
-    assert torch.equal(caches[2:], caches[:2]) and caches[:, :, :, (2, 5)].any()
+            right = step(*caches[:2], position)
+            ours = compiled(*caches[2:], position)
+        assert torch.equal(ours, right)
+    for mine, right in zip(caches[2:], caches[:2], strict=True):
+        assert torch.equal(mine, right)
+        assert mine.any(-1).all(1).all(0).tolist() == [False, False, True, True, False, True]
 
 
 def test_fake_tensors() -> None:
@@ -295,7 +297,7 @@ def test_refused(message: str) -> None:
 def test_refused_before_anything_is_written() -> None:
     case, layout = heads_case("llama", 1, 2, torch.float32, "cpu")
     caches = torch.zeros(2, 1, 2, 4, 16)
-    for position in (torch.arange(3), torch.arange(2.0)):
+    for position in (torch.arange(3), torch.arange(2.0), torch.tensor(1.0)):
         with pytest.raises(ValueError, match="cache_position is"):
             call(case, layout, key_cache=caches[0], value_cache=caches[1], cache_position=position)
     case["qkv"].requires_grad_()

@@ -49,7 +49,7 @@ def rotary_heads_kernel(
     ONE_PLUS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SHARED: tl.constexpr,
-    CACHED: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     """Heads of q and k: y = n * cos + across * sin, n = x / rms(x) * gain if NORMED, else x.
 
@@ -58,8 +58,8 @@ def rotary_heads_kernel(
 
     qkv (B * tokens, (Q_HEADS + 2 KV_HEADS) * D), cos and sin (B or 1 if SHARED, tokens, R),
     q (B * tokens, Q_HEADS * D), k and v (B, KV_HEADS, places, D), all contiguous. Token t goes to
-    place t, or position[t] if CACHED: one that is no place is left out. Grid: (B * tokens,
-    cdiv(all heads, HEADS)).
+    place t, to position[t] if PLACES is "each", or to position[0] + t if it is "first": what is no
+    place is left out. Grid: (B * tokens, cdiv(all heads, HEADS)).
     """
     row = tl.program_id(0)
     batch = row // tokens
@@ -105,8 +105,10 @@ def rotary_heads_kernel(
     q_row = q_ptr + row.to(tl.int64) * (Q_HEADS * D) + heads[:, None] * D
     tl.store(q_row + ds[None, :], out, mask=mask & is_q)
     place = token.to(tl.int64)
-    if CACHED:
+    if PLACES == "each":
         place = tl.load(position_ptr + token).to(tl.int64)
+    elif PLACES == "first":
+        place += tl.load(position_ptr).to(tl.int64)
     mask &= (place >= 0) & (place < places)
     k_head = (batch.to(tl.int64) * KV_HEADS + heads - Q_HEADS) * places + place
     v_head = (batch.to(tl.int64) * KV_HEADS + heads - TURNED) * places + place

@@ -100,7 +100,13 @@ def _rotary_units() -> Iterator[CompileUnit]:
     ):  # fmt: skip
         normed, few = layout.eps is not None, tile == 256
         made = RotaryHeads(
-            layout, rotary, q_gain=normed, k_gain=normed, shared=few, cached=few, tile=tile
+            layout,
+            rotary,
+            q_gain=normed,
+            k_gain=normed,
+            shared=few,
+            places="each" if few else "",
+            tile=tile,
         )
         for dtype in TRITON_DTYPE:
             angles = dtype if few else "float32"

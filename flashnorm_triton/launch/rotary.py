@@ -16,7 +16,8 @@ WIDEST = 1024  # columns of a head that one program holds
 
 class RotaryHeads:
     """One layout of heads: ``rotary`` is the width of cos and sin, 0 without; ``shared`` says that
-    they are the same for the whole batch, ``cached`` that tokens go to given places."""
+    they are the same for the whole batch; ``places`` where tokens go: "" one after the other, from
+    the first on, "each" to a place of its own, "first" one after the other from a given place."""
 
     def __init__(
         self,
@@ -26,7 +27,7 @@ class RotaryHeads:
         q_gain: bool,
         k_gain: bool,
         shared: bool,
-        cached: bool,
+        places: str,
         tile: int,
     ) -> None:
         from flashnorm_triton.kernels.rotary import rotary_heads_kernel
@@ -50,7 +51,7 @@ class RotaryHeads:
                 "ONE_PLUS": layout.one_plus,
                 "INTERLEAVED": layout.interleaved,
                 "SHARED": shared,
-                "CACHED": cached,
+                "PLACES": places,
             },
             num_warps=max(1, min(4, heads * block // 256)),
         )
@@ -91,7 +92,7 @@ class RotaryHeads:
             "sin_ptr": not constants["R"],
             "q_gain_ptr": not constants["HAS_Q_GAIN"],
             "k_gain_ptr": not constants["HAS_K_GAIN"],
-            "position_ptr": not constants["CACHED"],
+            "position_ptr": not constants["PLACES"],
         }
         kinds = {
             "cos_ptr": f"*{TRITON_DTYPE[angles]}", "sin_ptr": f"*{TRITON_DTYPE[angles]}",
