@@ -311,7 +311,12 @@ for name in sys.argv[2:]:  # forks: torch is imported once
 
 def test_signals(source: Path, tmp_path: Path) -> None:
     before = state(source)
-    numbers = {"terminated": signal.SIGTERM, "interrupted": signal.SIGINT, "killed": signal.SIGKILL}
+    numbers = {
+        "terminated": signal.SIGTERM,
+        "interrupted": signal.SIGINT,
+        "hung up": signal.SIGHUP,
+        "killed": signal.SIGKILL,
+    }
     child = subprocess.Popen(
         [sys.executable, "-c", SLOW, str(source), *(str(tmp_path / name) for name in numbers)],
         stdout=subprocess.PIPE,
@@ -332,6 +337,9 @@ def test_signals(source: Path, tmp_path: Path) -> None:
         else:
             assert not left
     assert child.wait(30) == 0
+    cleared = fn.fold_checkpoint(source, tmp_path / "killed", progress=False).cleared
+    assert [folder.name for folder in cleared] == left
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["killed", "src"]
 
 
 def test_a_failure_stops_the_other_shards(

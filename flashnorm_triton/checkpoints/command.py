@@ -70,6 +70,8 @@ def fold(
             max_crest=max_crest,
             flags=flags,
         )
+        for folder in result.cleared:
+            typer.echo(f"removed what a fold that was killed had left: {folder}")
         typer.echo(result.summary())
         for file in result.record["left_out"]:
             typer.echo(f"not copied, it holds the unfolded weights: {file}")

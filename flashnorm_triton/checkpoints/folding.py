@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import signal
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,17 +28,30 @@ from flashnorm_triton.checkpoints.source import (
     locate,
     open_source,
 )
-from flashnorm_triton.checkpoints.stream import Added, Drop, Edit, Replace, Rewriter, Scale
+from flashnorm_triton.checkpoints.stream import (
+    Added,
+    Drop,
+    Edit,
+    Replace,
+    Rewriter,
+    Scale,
+    copy_hashed,
+)
+from flashnorm_triton.checkpoints.workplace import clear_leftovers, workplace
 
 _MARGIN = 1 << 20  # config, index, record and card, amply
 
 
 @dataclass(frozen=True)
 class FoldResult:
-    """What was written: the folder, and the content of its flashnorm.json."""
+    """What was written: the folder, and the content of its flashnorm.json.
+
+    ``cleared`` are temporary folders that killed folds to the same place had left; they are gone.
+    """
 
     path: Path
     record: dict[str, Any]
+    cleared: tuple[Path, ...] = ()
 
     def summary(self) -> str:
         """One line: how many norms were folded into how many weights, how many kept."""
@@ -110,15 +119,13 @@ def fold_checkpoint(
     cast = _casts(source, wanted)
     total = sum(s.data_start + s.data_size for s in source.shards.values())
     total += sum((folder / file).stat().st_size for file in source.others)
-    parent = destination.resolve().parent
-    with _bar(total, progress) as advance, _stoppable():
+    with _bar(total, progress) as advance:
         rewriter = Rewriter(_edits(source, plan, strict), _added(source, plan), cast, advance)
+        cleared = clear_leftovers(destination)
+        parent = destination.resolve().parent
         existing = next(one for one in (parent, *parent.parents) if one.exists())
         check_space(existing, _needed(source, rewriter) + _MARGIN)
-        parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".tmp", dir=parent))
-        try:
-            os.chmod(work, 0o777 & ~_umask())
+        with workplace(destination) as work:
             hashes = rewriter.write_shards(source.shards, work)
             rewriter.finish()
             hashes |= _copy_others(source, work, advance)
@@ -126,11 +133,7 @@ def fold_checkpoint(
             record = _record(source, plan, hashes, strict, wanted, cast)
             record["marks"] = list(plan.marks) if flags else []
             _write_texts(source, rewriter, plan, work, record, wanted)
-            os.replace(work, destination.resolve())
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-    return FoldResult(destination, record)
+    return FoldResult(destination, record, cleared)
 
 
 def _dtype_name(dtype: torch.dtype | str | None) -> str | None:
@@ -196,12 +199,9 @@ def _needed(source: Source, rewriter: Rewriter) -> int:
 def _copy_others(source: Source, work: Path, advance: Callable[[int], object]) -> dict[str, str]:
     hashes = {}
     for file in source.others:
-        data = (source.path / file).read_bytes()
         target = work / (SOURCE_CARD if str(file) == CARD else file)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-        hashes[file.as_posix()] = _hash(data)
-        advance(len(data))
+        hashes[file.as_posix()] = copy_hashed(source.path / file, target, advance)
     return hashes
 
 
@@ -276,7 +276,7 @@ def _write_texts(
             shutil.copyfile(source.path / INDEX, work / INDEX)
         else:
             size = sum(e[-1].stop for s in source.shards.values() if (e := rewriter.layout(s)[1]))
-            metadata = {**source.index.get("metadata", {}), "total_size": size}
+            metadata = {**(source.index.get("metadata") or {}), "total_size": size}
             _dump(work / INDEX, {**source.index, "metadata": metadata, "weight_map": weight_map})
     _dump(work / RECORD, record)
     (work / CARD).write_text(make_card(source.path, record), encoding="utf-8")
@@ -297,29 +297,6 @@ def _dump(path: Path, content: dict[str, Any]) -> None:
 
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM ends the block like an exception, so that what was begun is cleared away."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

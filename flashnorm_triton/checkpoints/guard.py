@@ -27,6 +27,11 @@ def check_destination(source: Path, destination: Path) -> None:
     if target.is_relative_to(origin) or origin.is_relative_to(target):
         raise ValueError(f"{destination} and the source {source} lie inside each other")
     if destination.is_dir():
+        if destination.is_mount():
+            raise FileExistsError(
+                f"{destination} is a mount point, and the result is renamed into its place at the "
+                f"end: give a folder in it, {destination / source.name}"
+            )
         if any(destination.iterdir()):
             raise FileExistsError(f"{destination} is not empty: give a new folder")
     elif destination.exists():

@@ -184,7 +184,10 @@ def _fold(
         if entry is not None and entry.dtype not in FLOATS:
             raise NotFollowed(f"{tensor} is stored as {entry.dtype}")
     fold = Fold(site.norm, site.kind, site.convention, gain, None, "", tuple(targets))
-    fold = replace(fold, crest=crest_of(gain_of(source, fold)))
+    factor = gain_of(source, fold)
+    if not bool(factor.isfinite().all()):
+        raise NotFollowed(f"{gain} holds values that are not finite")
+    fold = replace(fold, crest=crest_of(factor))
     if model.get_submodule(site.norm)._parameters.get("bias") is not None:
         return _with_bias(fold, names, source, site.form == "packed"), parameters
     return replace(fold, targets=_unbiased(fold)), parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -65,7 +66,11 @@ def locate(source: str | Path) -> tuple[Path, str]:
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
-        return folder.resolve(), folder.resolve().name
+        folder = folder.resolve()
+        cache = folder.parent.parent.name  # of the hub: models--org--name/snapshots/commit
+        if folder.parent.name == "snapshots" and cache.startswith("models--"):
+            return folder, cache.removeprefix("models--").replace("--", "/")
+        return folder, folder.name
     text = str(source)
     if folder.is_file():
         raise FileNotFoundError(f"{source} is a file: give the folder that holds config.json")
@@ -92,6 +97,7 @@ def open_source(path: Path, name: str) -> Source:
         raise FileNotFoundError(
             f"{path} has no {CONFIG}: give a folder written by save_pretrained, or a hub id"
         )
+    _check_links(path)
     config = _json(path / CONFIG)
     index, files = _weight_files(path)
     shards = {file: read_shard(path / file) for file in files}
@@ -117,6 +123,23 @@ def open_source(path: Path, name: str) -> Source:
     return Source(
         path, name, config, index, shards, weight_map, entries, tuple(others), tuple(left_out)
     )
+
+
+def _check_links(path: Path) -> None:
+    """Every link leads to a file, as those of the hub's cache do."""
+    for file in sorted(path.rglob("*")):
+        if not file.is_symlink() or any(p.startswith(".") for p in file.relative_to(path).parts):
+            continue
+        if not file.exists():
+            raise FileNotFoundError(
+                f"{file.relative_to(path)} is a link to {os.readlink(file)}, which is not there: "
+                "download the checkpoint again"
+            )
+        if file.is_dir():
+            raise ValueError(
+                f"{file.relative_to(path)} is a link to a folder, which is not followed: put the "
+                "folder itself there, or remove the link"
+            )
 
 
 def _weight_files(path: Path) -> tuple[Mapping[str, Any] | None, list[str]]:

@@ -7,6 +7,7 @@ gone by, wherever those are stored.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import math
@@ -29,6 +30,10 @@ from flashnorm_triton.checkpoints.safefile import (
 )
 
 _CHUNK = 1 << 20  # bytes read at a time: they stay in the cache until they are written
+_WRITE = (
+    1 << 18
+)  # bytes written at a time: above, the kernel looks for large pages, at several times
+# the cost of the copy itself
 # Elements multiplied at a time where a float32 copy is needed, which then stays in the cache.
 _PIECE = 1 << 15
 _BUFFERS = 3
@@ -148,6 +153,7 @@ class Rewriter:
             target.open("wb", buffering=0) as sink,
             ThreadPoolExecutor(1) as hasher,
         ):
+            _reserve(sink, len(header) + (entries[-1].stop if entries else 0))
             reader = HashedReader(source, hasher, self._told)
             reader.skip(len(shard.header))
             write_all(sink, header)
@@ -374,8 +380,32 @@ class Product:
             )
 
 
+def copy_hashed(path: Path, target: Path, advance: Callable[[int], object]) -> str:
+    """Copy a file, a piece at a time; its sha256."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as source, target.open("wb", buffering=0) as sink:
+        while count := source.readinto(buffer):
+            digest.update(buffer[:count])
+            write_all(sink, buffer[:count])
+            advance(count)
+    return digest.hexdigest()
+
+
+def _reserve(sink: io.RawIOBase, size: int) -> None:
+    """Have the disk set aside all of a file's blocks at once; raises OSError when it is full.
+
+    A file system that cannot is left to find them block by block.
+    """
+    if size and hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(sink.fileno(), 0, size)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+
 def write_all(sink: io.RawIOBase, data: memoryview | bytes) -> None:
     """Write all of ``data`` to an unbuffered file; raises OSError when the disk is full."""
     view = memoryview(data)
     while view.nbytes:
-        view = view[sink.write(view) :]
+        view = view[sink.write(view[:_WRITE]) :]
