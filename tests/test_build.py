@@ -15,7 +15,7 @@ import pytest
 import racing_family
 from fake_machine import FakeMachine
 
-from flashnorm_triton.plans import UNFUSED, Device, Plan, Problem
+from flashnorm_triton.plans import OVERLAP, UNFUSED, Device, Plan, Problem
 from flashnorm_triton.tuning import build
 from flashnorm_triton.tuning.build import Built, Job, Pool, Target
 from flashnorm_triton.tuning.tuner import Tuner
@@ -158,6 +158,7 @@ class _KeptOpen:
     "plan",
     [
         UNFUSED,
+        OVERLAP,
         Plan("single_pass", "hopper_swap", 16, 64, 64, 4, 3, in_flight=1),
         Plan("single_pass", "hopper_swap", 16, 64, 64, 4, 3, split_k=2),
         Plan("stats_then_gemm", "hopper_rows", 128, 64, 64, 4, 3, squares="given"),
