@@ -10,6 +10,7 @@ import contextlib
 import math
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,8 +163,7 @@ def delays(rng: random.Random) -> Iterator[None]:
 
     def late_start(self: Join) -> None:
         start(self)
-        with self.beside():
-            _perhaps_sleep(rng)
+        _perhaps_sleep(rng)  # the side stream is the current one
 
     def late_wait(self: Join, here: torch.cuda.Stream) -> None:
         wait(self, here)
@@ -245,7 +245,7 @@ class Perplexity:
 
         model = self.load(device=self.device)
         with torch.no_grad():
-            patch(model, revertible=False)
+            patch(model, level="norm", revertible=False)
             found = self.of(model)
         forwards = -(-(len(self.text) - 1) // self.length)
         told = f"perplexity {found:.4f}, stock {self.stock:.4f}"
@@ -293,6 +293,12 @@ class Looker:
         self._perplexity: Perplexity | None = None
 
     def __call__(self, instrument: str, fault: Fault, faulty: bool) -> Seen:
+        with warnings.catch_warnings():
+            # A plan that failed and gave way to another would be seen by nothing.
+            warnings.filterwarnings("error", "flashnorm_triton: plan", RuntimeWarning)
+            return self._look(instrument, fault, faulty)
+
+    def _look(self, instrument: str, fault: Fault, faulty: bool) -> Seen:
         if instrument == "lint":
             return lint(fault, faulty)
         if instrument == "perplexity":

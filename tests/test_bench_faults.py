@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from fake_streams import FakeCuda
 from planted_faults import FAULTS, healthy, planted
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import fault_instruments as instruments
 from bench import faults
-from flashnorm_triton import results
+from flashnorm_triton import results, streams
 
 HEAD = {
     "schema": 1, "gpu": "NVIDIA Made Up", "torch": "2.11.0", "triton": "3.6.0",
@@ -62,6 +66,33 @@ def test_perplexity_in_one_window_misses_what_two_show(device):
             assert look().caught is seen
         with healthy("stale_scale"):
             assert not look().caught
+
+
+def test_delays_come_in_both_streams_and_leave_the_order(monkeypatch):
+    fake, slept = FakeCuda(), []
+    monkeypatch.setattr(streams, "cuda", fake)
+    monkeypatch.setattr(streams, "_thread", threading.local())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append(fake.current))
+    with instruments.delays(random.Random(0)):
+        for turn in range(20):
+            with streams.join_on(0) as join:
+                with join.beside():
+                    fake.work(f"statistics{turn}")
+                fake.work(f"product{turn}")
+            fake.work(f"scale{turn}")
+            assert fake.before(fake.place(f"statistics{turn}"), fake.place(f"scale{turn}"))
+    assert {fake.default, streams.join_on(0).side} == set(slept) and 5 < len(slept) < 35
+
+
+def test_a_plan_that_gave_way_is_an_error_and_not_a_pass(monkeypatch):
+    def gives_way(case, launches):
+        warnings.warn("flashnorm_triton: plan x/y failed for K = 1", RuntimeWarning, stacklevel=1)
+        return instruments.Seen(1, False, "right")
+
+    monkeypatch.setitem(instruments.RUN, "unit", gives_way)
+    monkeypatch.setattr(instruments, "Case", lambda fault: None)
+    with pytest.raises(RuntimeWarning, match="failed"):
+        instruments.Looker(1)("unit", FAULTS["no_wait"], True)
 
 
 def test_a_record_has_the_fault_and_its_control():

@@ -217,7 +217,8 @@ def test_graph_replay_with_changed_inputs():
     torch.cuda.synchronize()
 
     def capture() -> None:
-        torch.mm(static, static.t())  # the library makes a handle for the thread, in no capture
+        torch.ones(1, device=CUDA)  # a context for the thread, then the library's handle
+        torch.mm(static, static.t())
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph):

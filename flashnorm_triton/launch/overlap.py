@@ -22,6 +22,7 @@ from flashnorm_triton.launch.common import (
 from flashnorm_triton.launch.norms import RowStats
 from flashnorm_triton.plans import Plan, Problem
 
+_FAR = 1 << 31  # elements between rows that the library can count
 Statistics = tuple[Tensor, Tensor | None]
 """s (M,) in fp32, and the mean beside it or None."""
 
@@ -47,7 +48,7 @@ class Overlap:
         buffers, device = self.buffers(geometry), geometry.device
         output, product = self.scale.output(geometry), product_of(self.problem, device)
         stats, scale = self.stats.into(geometry, eps), self.scale.bind(geometry)
-        join_on = streams.join_on
+        join_on, far = streams.join_on, geometry.stride >= _FAR
 
         def run(
             x: Tensor,
@@ -63,7 +64,7 @@ class Overlap:
             with join:
                 with join.beside():
                     stats(x, s, mean)
-                z = product(x.view(rows) if x.dim() != 2 else x, w)
+                z = product(x.contiguous() if far else x if x.dim() == 2 else x.view(rows), w)
             return scale(z, s, mean, bias, row_sums, residual, output(x))
 
         return run
