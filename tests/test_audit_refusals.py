@@ -357,3 +357,48 @@ def test_accelerate_offload() -> None:
     whole = accelerate.cpu_offload(tiny_model("llama"), execution_device=torch.device("cpu"))
     with pytest.raises(ValueError, match="meta device .not loaded, or offloaded"):
         fn.patch(whole)
+
+
+class Inner(nn.Module):
+    """Returns its norm's output under a name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.norm = name, nn.RMSNorm(24, eps=1e-5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {self.name: self.norm(x)}
+
+
+class Outer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner, self.head = Inner(name), nn.Linear(24, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x)[self.inner.name])
+
+
+@pytest.mark.parametrize("name", ["last_hidden_state", "pooler_output"])
+def test_what_a_module_inside_returns_under_names_that_are_not_hidden_states(name: str) -> None:
+    (site,) = audit(Outer(name), head=True, example_inputs=(torch.randn(2, 5, 24),)).sites
+    assert site.decision == ("fuse" if name == "last_hidden_state" else "norm_only"), site.reason
+
+
+class Unused(nn.Module):
+    """Holds a language model that its forward does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.embed = tiny_model("llama"), nn.Embedding(97, 24)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.embed(input_ids)
+
+
+def test_final_norm_of_a_part_that_was_traced_by_itself() -> None:
+    """What the rest of the model makes of the part's outputs is not known."""
+    sites = {site.norm: site for site in audit(Unused(), head=True).sites}
+    assert sites["text.model.norm"].decision == "norm_only"
+    assert "a model that was not traced" in sites["text.model.norm"].reason
+    assert sites["text.model.layers.0.input_layernorm"].decision == "fuse"
