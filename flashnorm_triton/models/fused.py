@@ -217,6 +217,7 @@ class Replacing:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self.weights.folded:
             self.weights.rewrite([self.index])
+            self.weights.rest(self.index)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_parameters"}

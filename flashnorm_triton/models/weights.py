@@ -215,6 +215,15 @@ class PackedWeights:
                     "range: call handle.revert() first, then change the weights and patch again"
                 )
 
+    def rest(self, index: int) -> None:
+        """Stock weights that were assigned from a device's memory wait on the host like others."""
+        parameters = self.linears[index]._parameters
+        for key, parameter in parameters.items():
+            if parameter is not None and parameter.device.type not in ("cpu", "meta"):
+                # Not the object itself: it is the caller's.
+                on_host = parameter.data.to("cpu")
+                parameters[key] = nn.Parameter(on_host, requires_grad=parameter.requires_grad)
+
     def norm_loaded(self) -> None:
         """The norm's parameters have changed."""
         if self.freed:
