@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 _FEW = 2  # layers of a model type's default config
+_CANCEL = ("exact", "fast")
 
 
 def audit(
@@ -30,6 +31,13 @@ def audit(
     head: Annotated[
         bool, typer.Option("--head", help="Also fuse the final norm with the head.")
     ] = False,
+    cancel: Annotated[
+        str | None,
+        typer.Option(
+            help="Also drop norms whose readers are normalised again: 'exact', or 'fast', which "
+            "leaves the later eps as it is."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
     """Say which norms of a model can be fused, with which linears, and why not the others.
@@ -38,6 +46,8 @@ def audit(
     """
     if (model is None) == (model_type is None):
         raise _stop("give a MODEL or a --model-type, one of the two")
+    if cancel not in (None, *_CANCEL):
+        raise _stop(f"--cancel {cancel}: give {' or '.join(_CANCEL)}, or leave it out")
     from transformers.utils import logging
 
     from flashnorm_triton.models.auditor import audit as run_audit
@@ -53,7 +63,7 @@ def audit(
             skeleton = build(shallow(config, layers) if layers else config)
     except (ValueError, ImportError) as error:
         raise _stop(f"{model or model_type}: {_first_line(error)}") from error
-    report = run_audit(skeleton, head=head)
+    report = run_audit(skeleton, head=head, cancel=cancel or False)
     if as_json:
         typer.echo(report.to_json())
         return

@@ -99,6 +99,33 @@ def test_audit_of_a_model_type_needs_no_files() -> None:
     assert done.exit_code == 0 and "5 norms, 5 fused" in " ".join(done.output.split())
 
 
+def _decided(*arguments: str) -> dict[str, str]:
+    done = call("audit", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    decisions = {site["norm"]: site["decision"] for site in report["sites"]}
+    for decision, count in report["decisions"].items():
+        assert list(decisions.values()).count(decision) == count
+    return decisions
+
+
+@pytest.mark.parametrize("how", ["exact", "fast"])
+def test_audit_says_what_cancelling_and_the_head_would_do(how: str) -> None:
+    norm, layer = "model.norm", "model.layers.0.input_layernorm"
+    qwen3 = ("--model-type", "qwen3", "--layers", "1")
+    plain, head = _decided(*qwen3), _decided(*qwen3, "--head")
+    dropped = _decided(*qwen3, "--cancel", how)
+    both = _decided(*qwen3, "--head", "--cancel", how)
+    assert (plain[norm], head[norm], dropped[norm], both[norm]) == (
+        "norm_only", "fuse", "norm_only", "fuse",
+    )  # fmt: skip
+    assert (plain[layer], head[layer], dropped[layer], both[layer]) == (
+        "fuse", "fuse", "partial", "partial",
+    )  # fmt: skip
+    done = call("audit", *qwen3, "--cancel", how)
+    assert done.exit_code == 0 and "1 dropped in part" in " ".join(done.output.split())
+
+
 def test_audit_of_fewer_layers_of_a_model(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=96, num_attention_heads=4, rms_norm_eps=3e-5).save_pretrained(tmp_path)
     report = json.loads(call("audit", str(tmp_path), "--layers", "1", "--json").output)
@@ -111,6 +138,7 @@ def test_audit_of_fewer_layers_of_a_model(tmp_path: Path) -> None:
         ((), "give a MODEL or a --model-type"),
         (("demo", "--model-type", "llama"), "one of the two"),
         (("--model-type", "lamma"), "no model type 'lamma'"),
+        (("demo", "--cancel", "slow"), "--cancel slow: give exact or fast, or leave it out"),
     ],
 )
 def test_audit_of_nothing_that_is_known(arguments: tuple[str, ...], words: str) -> None:
