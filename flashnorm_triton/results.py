@@ -122,8 +122,8 @@ LAG_FIELDS: dict[str, tuple[type, ...]] = {
     "departed_steps": (int,),
     "decidable": _NUMBER,
     "false_alarms": _NUMBER,
-    "worst": _NUMBER,
-    "kl": _NUMBER,
+    "worst": (*_NUMBER, type(None)),
+    "kl": (*_NUMBER, type(None)),
     "kl_stock": _NUMBER,
     "seconds": _NUMBER,
 }

@@ -25,7 +25,11 @@ def verify(
         ),
     ] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="Watch every patched site, not the logits alone.")
+        bool, typer.Option("--layers", help="Watch every patched site or block, not logits alone.")
+    ] = False,
+    sites: Annotated[
+        bool,
+        typer.Option("--sites", help="Look inside blocks too, which then run site by site."),
     ] = False,
     mode: Annotated[str, typer.Option(help="The decode step: eager, compiled or graph.")] = "eager",
     out: Annotated[
@@ -78,8 +82,8 @@ def verify(
         report = run(
             source(src),
             Request(
-                generate, mode, layers, out, dtype, device, tuple(prompt or ()), text, rows,
-                temperature, restart, seed,
+                generate, mode, "sites" if sites else layers, out, dtype, device,
+                tuple(prompt or ()), text, rows, temperature, restart, seed,
             ),
             Console(),
         )  # fmt: skip

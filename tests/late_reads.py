@@ -1,4 +1,5 @@
-"""Faults of a patched model's decode steps, planted at one module and at chosen steps.
+"""Faults of a patched model's decode steps, planted at one module and at chosen steps; and how the
+detector's tests run models.
 
 Each takes ``when``, a set of steps (the first call after the prompt's is step 1). They are made of
 plain torch on one instance, so they run everywhere.
@@ -6,10 +7,13 @@ plain torch on one instance, so they run everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from flashnorm_triton import runtime
 
 ALWAYS: Container[int] = range(1, 1 << 30)
 
@@ -21,7 +25,7 @@ def _wrapped(module: nn.Module, change: Callable[[int, Tensor, Tensor], Tensor])
 
 
 def stale_scale(site: nn.Module, when: Container[int], eps: float) -> None:
-    """The scale is that of the call before: the field's bug."""
+    """The scale is that of the call before, the field's bug; of a site without biases."""
     kept: dict[str, Tensor] = {}
 
     def change(step: int, x: Tensor, y: Tensor) -> Tensor:
@@ -30,6 +34,26 @@ def stale_scale(site: nn.Module, when: Container[int], eps: float) -> None:
         kept["scale"] = scale[:, -1:]
         return (y.double() * (before / scale)).to(y.dtype) if step in when else y
 
+    _wrapped(site, change)
+
+
+def scale_of_the_site_before(
+    site: nn.Module, before: nn.Module, when: Container[int], eps: float
+) -> None:
+    """One buffer for all scales, which the site's own has not reached yet."""
+    kept: dict[str, Tensor] = {}
+
+    def scale_of(x: Tensor) -> Tensor:
+        return torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps)
+
+    def keep(step: int, x: Tensor, y: Tensor) -> Tensor:
+        kept["scale"] = scale_of(x)[:, -1:]
+        return y
+
+    def change(step: int, x: Tensor, y: Tensor) -> Tensor:
+        return (y.double() * (kept["scale"] / scale_of(x))).to(y.dtype) if step in when else y
+
+    _wrapped(before, keep)
     _wrapped(site, change)
 
 
@@ -83,3 +107,15 @@ def stale_logits(model: nn.Module, when: Container[int]) -> None:
 def wrong_weight(site: nn.Module, factor: float) -> None:
     """No lag at all: the packed weights are off."""
     site._buffers["packed_weight"].mul_(factor)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_a_user_runs_it() -> Iterator[None]:
+    """One thread, as the model is too small for more; plain torch, not Triton's interpreter."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(runtime, "interpreting", lambda: False)
+        yield
+    torch.set_num_threads(threads)

@@ -4,11 +4,12 @@ its step, layer and site."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import late_reads
 import pytest
 import torch
+from late_reads import as_a_user_runs_it  # noqa: F401  (a fixture of every test here)
 from planted_faults import planted
 from torch import Tensor, nn
 
@@ -20,15 +21,6 @@ from flashnorm_triton.models.installers import sites_of
 from flashnorm_triton.reference import norm_linear as exact_norm_linear
 
 ATTENTION, MLP = "input_layernorm", "post_attention_layernorm"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The model is too small for more: threads would wait for one another at every step."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +105,23 @@ def test_what_is_stale_is_told(
     assert (found.step, found.layer, found.kind) == (31, layer, kind), report.summary()
     assert found.site == f"model.layers.{layer}.{norm}"
     assert report.departure == found
+
+
+@pytest.mark.parametrize(
+    ("layer", "norm", "before"), [(3, MLP, (3, ATTENTION)), (0, ATTENTION, (5, MLP))]
+)
+def test_a_buffer_that_all_sites_share(
+    stock: nn.Module, text: Tensor, layer: int, norm: str, before: tuple[int, str]
+) -> None:
+    """The scale of the site that ran before; before the first one, of the step before, the last."""
+
+    def plant(model: nn.Module) -> None:
+        late_reads.scale_of_the_site_before(
+            site(model, layer, norm), site(model, *before), {21}, 1e-5
+        )
+
+    found = look(stock, text, plant, tokens=30).lag
+    assert (found.step, found.layer, found.kind) == (21, layer, verdict.OTHER)
 
 
 def test_the_switch_of_the_planted_faults(stock: nn.Module, text: Tensor) -> None:

@@ -25,7 +25,7 @@ class Request:
 
     tokens: int
     mode: str
-    layers: bool
+    layers: bool | str
     out: Path | None
     dtype: str | None
     device: str

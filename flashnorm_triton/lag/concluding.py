@@ -18,7 +18,8 @@ from flashnorm_triton.lag.verdict import Marks
 
 # A scale is made of sums in float32, whatever the tensors' dtype; they round it a few times.
 _SCALE_FLOOR = 2.0**-21
-_FLOAT64_FLOOR = 1e-12
+# Stock norms compute in float32 in a float64 model too.
+_FLOAT64_FLOOR = 2.0**-20
 
 
 def conclude(
@@ -82,7 +83,9 @@ def _places(
             leaving, limit = verdict.of_output(figures, looks, floor, scale_floor)
             yield _place(
                 site, "output", leaving, figures.output_at_t, figures.output_at_before,
-                (figures.scale - 1, figures.stale - 1, limit),
+                {verdict.SCALE: figures.stale - 1, verdict.OTHER: figures.other - 1},
+                figures.scale - 1,
+                limit,
             )  # fmt: skip
 
 
@@ -92,9 +95,12 @@ def _place(
     marks: Marks,
     at_t: np.ndarray,
     at_before: np.ndarray,
-    scales: tuple[np.ndarray, np.ndarray, float] | None = None,
+    stale: Mapping[str, np.ndarray] | None = None,
+    scale: np.ndarray | None = None,
+    scale_limit: float = 1.0,
 ) -> Place:
-    """``scales``: the deviations from 1 of the scale, of one left over from t-1, and the limit."""
+    """``scale``: the deviation from 1 of an output's scale; ``stale``: by kind, a late read's;
+    ``scale_limit``: what rounding gives."""
 
     def first(*kinds: str) -> Finding | None:
         found = np.argwhere(marks.any(*kinds))
@@ -103,17 +109,18 @@ def _place(
         step, row = map(int, found[0])
         kind = next(name for name in kinds if marks.kinds[name][step, row])
         distance, expected, limit = at_t[step, row], at_before[step, row], marks.limit
-        if kind == verdict.SCALE:
-            distance, expected, limit = scales[0][step, row], scales[1][step, row], scales[2]
+        if stale and kind in stale:
+            distance, expected, limit = scale[step, row], stale[kind][step, row], scale_limit
         return Finding(
             step, row, kind, side, site and site.layer, site and site.norm,
             float(abs(distance)), float(limit), float(abs(expected)),
         )  # fmt: skip
 
     judged = marks.judged
-    ratio = at_t[judged] / marks.limit
-    if scales is not None:
-        ratio = np.maximum(ratio, np.abs(scales[0][judged]) / scales[2])
+    with np.errstate(invalid="ignore"):  # a limit of infinity: nothing was learned of the noise
+        ratio = np.where(np.isfinite(at_t), at_t, np.inf)[judged] / marks.limit
+    if scale is not None:
+        ratio = np.fmax(ratio, np.abs(scale[judged]) / scale_limit)
     kinds = [name for name in marks.kinds if name != verdict.DEPARTS]
     return Place(
         site and site.norm,

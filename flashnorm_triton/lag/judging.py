@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flashnorm_triton.lag.sites import Site, scale_of, stock_output
+from flashnorm_triton.lag.sites import Site, stock_output
+from flashnorm_triton.lag.trio import Trio
 
 _norm = torch.linalg.vector_norm
 
@@ -24,7 +25,8 @@ class SiteSteps:
     relative to v(t) of its output to v(t), to v(t-1) (a stale output), and to v(t-1) at the scale
     of t (a stale product); ``output_moved`` is the least of what tells those from v(t).
     ``scale`` is the output's component along v(t), 1 when right; ``stale`` what a scale left over
-    from t-1 makes of it: s(t-1) / s(t). Both noises are those of stock modules in their own dtype.
+    from t-1 makes of it, s(t-1) / s(t), and ``other`` what the scale of the site that ran before
+    makes of it. Both noises are those of stock modules in their own dtype.
     """
 
     input_at_t: np.ndarray
@@ -38,7 +40,11 @@ class SiteSteps:
     output_noise: np.ndarray
     scale: np.ndarray
     stale: np.ndarray
+    other: np.ndarray
     scale_noise: np.ndarray
+
+
+_OF_INPUT, _OF_OUTPUT = 4, 9
 
 
 def joined(parts: list[SiteSteps]) -> SiteSteps:
@@ -49,68 +55,63 @@ def joined(parts: list[SiteSteps]) -> SiteSteps:
 
 def nothing(batch: int) -> SiteSteps:
     """The figures of a step at which nothing is compared, as a prefill is."""
-    return SiteSteps(*(np.full((1, batch), np.nan) for _ in fields(SiteSteps)))
+    return SiteSteps(*(np.full((1, batch), np.nan) for _ in range(_OF_INPUT + _OF_OUTPUT)))
 
 
-@torch.no_grad()
-def judge(
+def figures(entering: list[Tensor], leaving: list[Tensor]) -> SiteSteps:
+    """The record of a chunk from ``of_input`` and ``of_output``: one copy from the device."""
+    return SiteSteps(*torch.stack([*entering, *leaving]).double().cpu().numpy())
+
+
+def of_input(rows: Tensor, reference: Tensor, control: Tensor) -> list[Tensor]:
+    """The input's figures, each (T, B), of the candidate's rows and the reference's, both
+    (T + 1, B, K) from one step before the first, and the control's (T, B, K)."""
+    wanted = reference.to(torch.promote_types(reference.dtype, torch.float32))
+    got, now, last = rows[1:].to(wanted), wanted[1:], wanted[:-1]
+    pairs = ((got, now), (got, last), (now, last), (control.to(wanted), now))
+    return [_relative(one, other, now) for one, other in pairs]
+
+
+def of_output(
     site: Site,
-    candidate: dict[tuple[str, bool], Tensor],
-    before: Tensor,
-    reference_inputs: Tensor,
-    control_inputs: Tensor,
-    reference: nn.Module,
-    stock: nn.Module,
-) -> SiteSteps:
-    """The figures of a chunk of T steps.
-
-    ``candidate`` holds what was tapped, (T, B, K) and (T, B, N); ``before`` (B, K) is the input one
-    step before the first; ``reference_inputs`` (T + 1, B, K), from one step before the first, and
-    ``control_inputs`` (T, B, K) are those of the two stock models that read the same tokens.
-    """
-    x = candidate[site.norm, True]
-    wanted = reference_inputs.to(torch.promote_types(reference_inputs.dtype, torch.float32))
-    size = _norm(wanted[1:], dim=-1)
-    figures = [
-        _norm(x.to(wanted) - wanted[1:], dim=-1) / size,
-        _norm(x.to(wanted) - wanted[:-1], dim=-1) / size,
-        _norm(wanted[1:] - wanted[:-1], dim=-1) / size,
-        _norm(control_inputs.to(wanted) - wanted[1:], dim=-1) / size,
-    ]
-    figures += _output_figures(
-        site, candidate, torch.cat([before[None], x]), wanted, reference, stock
-    )
-    return SiteSteps(*torch.stack(figures).double().cpu().numpy())
-
-
-def _output_figures(
-    site: Site,
-    candidate: dict[tuple[str, bool], Tensor],
-    inputs: Tensor,
-    wanted: Tensor,
-    reference: nn.Module,
-    stock: nn.Module,
+    rows: Tensor,
+    outputs: list[Tensor],
+    scales: Tensor | None,
+    before: Tensor | None,
+    trio: Trio,
 ) -> list[Tensor]:
-    if not site.outputs:
-        return [wanted.new_full(wanted[1:].shape[:-1], torch.nan)] * 8
-    wide = inputs.to(wanted)
-    v, y0 = stock_output(reference, site, wide)
+    """The output's figures, each (T, B), of what the candidate made, ``outputs`` (T, B, N_i), of
+    its own ``rows`` (T + 1, B, K), whose scales are ``scales`` (T + 1, B); ``before`` (T, B) are
+    those of the site that ran before. NaN for a site whose output is not compared."""
+    if not outputs:
+        empty = rows.new_full(rows[1:].shape[:-1], torch.nan, dtype=torch.float32)
+        return [empty] * _OF_OUTPUT
+    v, y0 = stock_output(trio.reference, site, rows)
     v, last = v[1:], v[:-1]
-    got = torch.cat([candidate[path, False] for path in site.outputs], -1).to(v) - y0
-    own, own_y0 = stock_output(stock, site, inputs[1:])
+    got = torch.cat(outputs, -1).to(v) - y0
+    own, own_y0 = stock_output(trio.control, site, rows[1:])
     control = own.to(v) + own_y0.to(v) - y0
     square = v.square().sum(-1)
-    size = square.sqrt()
-    scale = scale_of(site, wide)
-    stale = torch.ones_like(square) if scale is None else scale[:-1] / scale[1:]
+    empty = square == 0  # a row of zeros, as a padding token's: no scale can be seen there
+    safe = square.masked_fill(empty, 1)
+    stale = torch.ones_like(square)
+    if scales is not None:
+        stale = (scales[:-1] / scales[1:]).masked_fill(empty, 1)
     product = last / stale[..., None]
     return [
-        _norm(got - v, dim=-1) / size,
-        _norm(got - last, dim=-1) / size,
-        _norm(got - product, dim=-1) / size,
-        torch.minimum(_norm(last - v, dim=-1), _norm(product - v, dim=-1)) / size,
-        _norm(control - v, dim=-1) / size,
-        (got * v).sum(-1) / square,
+        _relative(got, v, v),
+        _relative(got, last, v),
+        _relative(got, product, v),
+        torch.minimum(_relative(last, v, v), _relative(product, v, v)),
+        _relative(control, v, v),
+        ((got * v).sum(-1) / safe).masked_fill(empty, 1),
         stale,
-        (control * v).sum(-1) / square - 1,
+        stale if before is None else (before / scales[1:]).masked_fill(empty, 1),
+        ((control * v).sum(-1) / safe).masked_fill(empty, 1) - 1,
     ]
+
+
+def _relative(one: Tensor, other: Tensor, whole: Tensor) -> Tensor:
+    """|one − other| / |whole| of rows (..., K); 0 where nothing differs from nothing."""
+    distance = _norm(one - other, dim=-1)
+    return (distance / _norm(whole, dim=-1)).masked_fill(distance == 0, 0)

@@ -10,7 +10,6 @@ import numpy as np
 CONTRACT = 1.25
 # False alarms that a whole run of clean steps may be expected to give.
 EXPECTED_ALARMS = 1e-3
-_TINY = 1e-300
 
 
 def limit_of_size(noise: np.ndarray, looks: int, floor: float) -> float:
@@ -18,13 +17,16 @@ def limit_of_size(noise: np.ndarray, looks: int, floor: float) -> float:
 
     These (any shape) are near log-normal: their logarithms' mean and spread give the size that
     ``looks`` comparisons stay under but for ``EXPECTED_ALARMS`` of them; the largest one seen
-    counts too, as a heavier tail shows there first. Times the contract's allowance. ``floor`` is a
-    distance below which nobody is blamed: the reference rounds as well.
+    counts too, as a heavier tail shows there first. Times the contract's allowance. Where nothing
+    was rounded (rows of zeros) nothing is learned. ``floor`` is a distance below which nobody is
+    blamed: the reference rounds as well.
     """
     seen = noise[np.isfinite(noise)].ravel()
     if not seen.size:
         return math.inf
-    logs = np.log(np.maximum(seen, _TINY))
+    logs = np.log(seen[seen > 0])
+    if not logs.size:
+        return floor
     tail = math.exp(logs.mean() + quantile(looks) * logs.std())
     return max(CONTRACT * max(tail, float(seen.max())), floor)
 

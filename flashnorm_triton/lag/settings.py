@@ -21,7 +21,7 @@ class Settings:
     tokens: int = 4096
     mode: str = "eager"
     cache: Any = None
-    layers: bool = False
+    layers: bool | str = False
     temperature: float = 1.0
     top_k: int | None = None
     seed: int = 0
@@ -34,6 +34,8 @@ class Settings:
             raise ValueError(f"tokens={self.tokens}: at least 2, to tell step t from step t-1")
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r}: use one of {', '.join(MODES)}")
+        if self.layers not in (False, True, "sites"):
+            raise ValueError(f"layers={self.layers!r}: use False, True or 'sites'")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature}: 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:

@@ -20,15 +20,17 @@ _LINEAR = {"linear", "conv1d"}
 
 @dataclass(frozen=True)
 class Site:
-    """One site: ``norm`` is its norm's path, ``outputs`` the paths of the modules whose output is
-    compared (its linears; the norm itself where only that was replaced; none where neither can be
-    compared from outside, then ``why``)."""
+    """One place that is watched: ``norm`` is the path of its norm (or of a layer that is a block),
+    ``outputs`` the paths of the modules whose output is compared: its linears; the norm itself
+    where only that was replaced; none where neither can be compared from outside, then ``why``.
+    ``fused``: norm and linears are one operation."""
 
     norm: str
     outputs: tuple[str, ...]
     kind: str
     eps: float
     why: str = ""
+    fused: bool = False
 
     @property
     def layer(self) -> int | None:
@@ -42,9 +44,23 @@ class Site:
         return [(self.norm, True), *((path, False) for path in self.outputs)]
 
 
-def sites_to_watch(report: AuditReport) -> list[Site]:
-    """Every site of a patched model that computes differently from stock."""
-    return [_site(found) for found in report.sites if found.decision != "keep"]
+def sites_to_watch(model: nn.Module, report: AuditReport, inside: bool) -> list[Site]:
+    """Every place of a patched model that computes differently from stock, in its modules' order.
+
+    A layer that runs as a block has none but its input, unless ``inside``: a hook on a module
+    within it makes it run its layer's own code, over the sites.
+    """
+    blocks = [] if inside else [name for name, module in model.named_modules() if _is_block(module)]
+    found = [_site(site) for site in report.sites if site.decision != "keep"]
+    places = [site for site in found if not any(site.norm.startswith(f"{b}.") for b in blocks)]
+    why = "its layer runs as a block: what enters it is compared"
+    places += [Site(name, (), "", 0.0, why) for name in blocks]
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    return sorted(places, key=lambda site: order[site.norm])
+
+
+def _is_block(module: nn.Module) -> bool:
+    return "block" in vars(module) and "runner" in vars(module)
 
 
 def _site(found: SiteReport) -> Site:
@@ -57,7 +73,7 @@ def _site(found: SiteReport) -> Site:
     if not set(found.consumer_kinds) <= _LINEAR:
         why = "it feeds a router or experts: only its input is compared"
         return Site(found.norm, (), found.kind, eps, why)
-    return Site(found.norm, found.consumers, found.kind, eps)
+    return Site(found.norm, found.consumers, found.kind, eps, fused=True)
 
 
 @torch.no_grad()

@@ -10,11 +10,12 @@ from flashnorm_triton.lag import noise
 from flashnorm_triton.lag.judging import SiteSteps
 from flashnorm_triton.lag.steps import Steps
 
-LAG, SCALE, OUTPUT, PRODUCT, INPUT = (
-    "lagged logits", "stale scale", "stale output", "stale product", "lagged input",
+LAG, INPUT = "lagged logits", "lagged input"
+# What a site's output is made of: its own at t-1, or (``OTHER``) the scale of the site before it.
+SCALE, OTHER, OUTPUT, PRODUCT = (
+    "stale scale", "scale of the site before", "stale output", "stale product",
 )  # fmt: skip
 DEPARTS = "departs"
-LAGGED = (LAG, SCALE, OUTPUT, PRODUCT, INPUT)
 
 
 @dataclass(frozen=True)
@@ -70,25 +71,25 @@ def of_output(
     # What is left once the scale is right: at a right angle to v, so squares subtract.
     known = np.isfinite(scale)
     rest = np.square(np.where(known, at_t, np.inf)) - np.square(np.where(known, scale, 0))
-    from_stale = np.where(known, scale + 1, np.inf) - steps.stale
-    distances = {
-        SCALE: np.sqrt(np.maximum(rest, 0) + np.square(from_stale)),
-        OUTPUT: _whole(steps.output_at_before),
-        PRODUCT: _whole(steps.output_mixed),
-    }
-    fits = {
-        # One number may be near another by chance: here the rest must be rounding too.
-        SCALE: scaled & (rest <= limit**2) & (np.abs(from_stale) <= scale_limit * steps.stale),
-        OUTPUT: off & explained(at_t, distances[OUTPUT]),
-        PRODUCT: off & explained(at_t, distances[PRODUCT]),
-    }
-    fits[SCALE] &= explained(np.abs(scale), np.abs(from_stale))
-    if fits[SCALE].sum() < ((off | scaled) & ~np.logical_or.reduce(list(fits.values()))).sum():
-        # A scale that is mostly wrong in some other way meets the one of t-1 now and then.
-        fits[SCALE] &= False
+    distances, fits = {}, {}
+    for name, would_be in ((SCALE, steps.stale), (OTHER, steps.other)):
+        short = np.where(known, scale + 1, np.inf) - would_be
+        distances[name] = np.sqrt(np.maximum(rest, 0) + np.square(short))
+        # One number may be near another by chance: here all the rest must be rounding.
+        near = (rest <= limit**2) & (np.abs(short) <= scale_limit * would_be)
+        fits[name] = scaled & near & explained(np.abs(scale), np.abs(short))
+    for name, distance in ((OUTPUT, steps.output_at_before), (PRODUCT, steps.output_mixed)):
+        distances[name] = _whole(distance)
+        fits[name] = off & explained(at_t, distances[name])
+    unexplained = (off | scaled) & ~_any(fits)
+    for name in (OTHER, SCALE):
+        if fits[name].sum() < unexplained.sum():
+            # A scale that is mostly wrong in some other way meets one of these now and then.
+            fits[name] &= False
     nearest = np.min([np.where(fits[name], distances[name], np.inf) for name in fits], axis=0)
     kinds = {name: fits[name] & (distances[name] == nearest) for name in fits}
-    kinds[DEPARTS] = (off | scaled) & ~np.logical_or.reduce(list(fits.values()))
+    kinds[OTHER] &= ~kinds[SCALE]
+    kinds[DEPARTS] = (off | scaled) & ~_any(fits)
     told_apart = (np.abs(steps.stale - 1) > 2 * scale_limit) | (steps.output_moved > 2 * limit)
     return Marks(
         {k: v & judged for k, v in kinds.items()}, limit, told_apart & judged, judged
@@ -104,6 +105,10 @@ def _against_before(
     return Marks(
         {kind: lagged, DEPARTS: off & ~lagged}, limit, (moved > 2 * limit) & judged, judged
     )
+
+
+def _any(marked: dict[str, np.ndarray]) -> np.ndarray:
+    return np.logical_or.reduce(list(marked.values()))
 
 
 def _whole(values: np.ndarray) -> np.ndarray:
