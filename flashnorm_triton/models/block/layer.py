@@ -30,6 +30,8 @@ from flashnorm_triton.models.block.spec import BlockSpec, NormUse
 from flashnorm_triton.ops import norm_linear
 
 _CAPTURING = "transformers.utils.output_capturing"
+_LOCAL = getattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+_GLOBAL = getattr(ALL_ATTENTION_FUNCTIONS, "_global_mapping", {})
 _any_autocast = torch._C._is_any_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 
@@ -76,7 +78,14 @@ class Runner:
         self.after = _Added(layer, attention.post), _Added(layer, mlp.post)
         norms = attention.q_norm, attention.k_norm
         self.gains = tuple(None if norm is None else Gain(layer, norm) for norm in norms)
-        self.heads = attention.heads, attention.kv_heads
+        q_norm = attention.q_norm
+        self.layout = {
+            "heads": (attention.heads, attention.kv_heads),
+            "head_dim": attention.head_dim,
+            "eps": None if q_norm is None else q_norm.eps,
+            "one_plus": q_norm is not None and q_norm.convention == "1+w",
+            "interleaved": attention.rope == "interleaved",
+        }
         self.constants = dict(attention.constants)
         self.static_kinds = written_kinds()
         forwards = [inspect.unwrap(type(m).forward) for m in (layer, self.attention)]
@@ -102,7 +111,10 @@ class Runner:
         inside = [module for module in layer.modules() if module is not layer]
         holders = [layer, *(module for module in inside if module._modules)]
         self.tables = [(m._modules, list(m._modules.values())) for m in holders]
-        self.forwards = [(module, vars(module).get("forward")) for module in inside]
+        self.inside = tuple(inside)
+        # The others have accelerate's hooks, which move inputs to where they are already.
+        self.bare = tuple(module for module in inside if "forward" not in vars(module))
+        self._attributes: tuple[dict[str, Any], ...] | None = None
         self.hooks = tuple(
             table for m in inside for table in (m._forward_hooks, m._forward_pre_hooks)
         )
@@ -124,10 +136,8 @@ class Runner:
     def _learns(self, x: Tensor) -> bool:
         if x.requires_grad:
             return True
-        modules = [module for module, _ in self.forwards]
-        return any(
-            p is not None and p.requires_grad for m in modules for p in m._parameters.values()
-        )
+        tensors = (p for m in self.inside for p in m._parameters.values() if p is not None)
+        return any(tensor.requires_grad for tensor in tensors)
 
     def _watched(self) -> bool:
         """Whether a hook inside would see something: transformers' own see only what is asked."""
@@ -146,10 +156,15 @@ class Runner:
                 return False
         if _is_compiling():
             return True
-        for module, forward in self.forwards:
-            if module.__dict__.get("forward") is not forward:
+        if self._attributes is None:
+            self._attributes = tuple(vars(module) for module in self.bare)
+        for attributes in self._attributes:
+            if "forward" in attributes:
                 return False
         return not (self.first.site.scattered or self.second.site.scattered)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_attributes": None}
 
     def run(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The block of hidden states ``x`` (B, T, K), with the layer's arguments by name."""
@@ -180,19 +195,9 @@ class Runner:
             if room is not None:
                 more = {"key_cache": room.keys, "value_cache": room.values}
                 more["cache_position"] = positions(room, tokens)
-        q, k, v = rotary_heads(
-            qkv,
-            cos,
-            sin,
-            heads=self.heads,
-            head_dim=half.head_dim,
-            q_gain=None if q_norm is None else q_norm.weight,
-            k_gain=None if k_norm is None else k_norm.weight,
-            eps=None if q_norm is None else q_norm.eps,
-            one_plus=q_norm is not None and q_norm.one_plus,
-            interleaved=half.rope == "interleaved",
-            **more,
-        )
+        if q_norm is not None:
+            more["q_gain"], more["k_gain"] = q_norm.weight, k_norm.weight
+        q, k, v = rotary_heads(qkv, cos, sin, **self.layout, **more)
         if room is not None:
             move_on(room, tokens)
         elif cache is not None and half.update_kwargs is None:
@@ -236,6 +241,13 @@ class _Added:
 
 def _interface(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function that the config names at this moment."""
+    if _is_compiling():
+        return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    # The config's and the interface's own ways there take longer than a launch.
+    name = object.__getattribute__(config, "__dict__").get("_attn_implementation_internal")
+    function = _LOCAL.get(name) or _GLOBAL.get(name)
+    if function is not None:
+        return function
     return ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
 
 
