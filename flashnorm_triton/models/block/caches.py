@@ -35,14 +35,6 @@ def places_in(cache: Any, index: int | None, tokens: int, kinds: tuple[type, ...
     return None
 
 
-def positions(layer: Any, tokens: int) -> Tensor:
-    """Where the next ``tokens`` keys and values go: (tokens,), int64, on the layer's device."""
-    count = layer.cumulative_length
-    if tokens == 1:
-        return count.reshape(1)
-    return torch.arange(tokens, device=count.device) + count
-
-
 def move_on(layer: Any, tokens: int) -> None:
     """Count ``tokens`` more, as the layer's update does."""
     layer.cumulative_length.add_(tokens)
@@ -69,7 +61,7 @@ def _writes(kind: type) -> bool:
         for k, v in given:
             tokens = k.shape[2]
             keys, values = layers[0].update(k, v)
-            places = positions(layers[1], tokens)
+            places = torch.arange(tokens) + layers[1].cumulative_length
             layers[1].keys.index_copy_(2, places, k)
             layers[1].values.index_copy_(2, places, v)
             move_on(layers[1], tokens)

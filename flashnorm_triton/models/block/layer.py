@@ -21,7 +21,6 @@ from flashnorm_triton.block_ops import add_rms_norm, linear, rotary_heads
 from flashnorm_triton.models.block.caches import (
     move_on,
     places_in,
-    positions,
     written_kinds,
 )
 from flashnorm_triton.models.block.gain import Gain
@@ -194,7 +193,7 @@ class Runner:
             room = places_in(cache, half.layer_index, tokens, self.static_kinds)
             if room is not None:
                 more = {"key_cache": room.keys, "value_cache": room.values}
-                more["cache_position"] = positions(room, tokens)
+                more["cache_position"] = room.cumulative_length
         if q_norm is not None:
             more["q_gain"], more["k_gain"] = q_norm.weight, k_norm.weight
         q, k, v = rotary_heads(qkv, cos, sin, **self.layout, **more)
