@@ -76,6 +76,10 @@ def _copy_repeated(laid: Tensor, values: Tensor) -> Tensor:
     return laid
 
 
+def _dense(dims: int) -> Strided:
+    return Strided(tuple(range(dims)), (0,) * dims, (1,) * dims, 0, (False,) * dims)
+
+
 class Call(NamedTuple):
     """One call, its tensors laid out; ``kinds`` are the rows', ``spoilt`` which outputs' columns
     have a weight or a bias that is not finite."""
@@ -153,12 +157,21 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
     spoilt = draw(st.integers(0, max(n - 1, 0))) if n and draw(st.integers(0, 5)) == 0 else None
     if spoilt is not None:
         weight[spoilt, draw(st.integers(0, k - 1))] = draw(st.sampled_from((math.inf, math.nan)))
-    weight = draw(strided(2, last_contiguous=True, repeats=False)).lay(weight)
-    vector = strided(1, repeats=False)
+    # What lies strangely in memory: all of it, or one operand alone, which nothing then covers up.
+    strange = draw(
+        st.sampled_from(("all", "all", "x", "weight", "bias", "gain", "row_sums", "residual"))
+    )
+
+    def lay(name: str, values: Tensor, **more: bool) -> Tensor:
+        if strange not in ("all", name):
+            return values
+        return draw(strided(values.dim(), **more)).lay(values)
+
+    weight = lay("weight", weight, last_contiguous=True, repeats=False)
     more: dict[str, Any] = {}
     if centred:
         wide = weight.double() * (1.0 if gain is None else gain.double())
-        more["row_sums"] = draw(vector).lay(wide.sum(1).float())
+        more["row_sums"] = lay("row_sums", wide.sum(1).float(), repeats=False)
     if draw(st.booleans()):
         more["activation"] = draw(st.sampled_from(ACTIVATIONS))
     if gated:
@@ -166,8 +179,8 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
     if draw(st.booleans()):
         width = n // 2 if gated else n
         residual = new(*shape[:-1], width).to(device, dtype)
-        more["residual"] = draw(strided(residual.dim())).lay(residual)
-    x_layout = draw(strided(len(shape)))
+        more["residual"] = lay("residual", residual)
+    x_layout = draw(strided(len(shape))) if strange in ("all", "x") else _dense(len(shape))
     laid = x_layout.lay(x)
     if any(x_layout.repeated):  # the kinds of the rows that are repeated
         index = torch.arange(count).reshape(shape[:-1])
@@ -178,8 +191,8 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
         kinds = tuple(kinds[i] for i in index.flatten().tolist())
     return Call(
         laid, weight, draw(st.sampled_from(EPS)),
-        None if bias is None else draw(vector).lay(bias),
-        None if gain is None else draw(vector).lay(gain),
+        None if bias is None else lay("bias", bias, repeats=False),
+        None if gain is None else lay("gain", gain, repeats=False),
         more, kinds, spoilt,
     )  # fmt: skip
 
