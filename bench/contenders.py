@@ -3,12 +3,13 @@
 Compiling takes most of a run's time and one core of the CPU. So every contender (a model, stock or
 patched, at a batch size, in a mode) compiles in its own process, all at the same time, and then
 waits. Their timings alternate: one round asks each for the GPU time of a few steps, while the
-others do nothing. Contenders that measure on the GPU while they compile (max-autotune) come first
-and one by one, so that nothing disturbs what they choose.
+others do nothing. Contenders that measure on the GPU while they compile (max-autotune) do so one
+by one, unless an earlier run has left what they chose in the compiler's cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import statistics
 import time
@@ -19,9 +20,11 @@ from typing import Any
 
 import torch
 
-MODES = ("eager", "graph", "reduce-overhead", "max-autotune")
-"""Plain calls; the same captured in a CUDA graph; ``torch.compile(mode="reduce-overhead")``;
-``mode="max-autotune-no-cudagraphs"`` captured in a CUDA graph."""
+MODES = ("eager", "graph", "compiled", "reduce-overhead", "max-autotune")
+"""Plain calls; the same captured in a CUDA graph; ``torch.compile`` as it is, and with
+``mode="reduce-overhead"``; ``mode="max-autotune-no-cudagraphs"`` captured in a CUDA graph."""
+_COMPILER = {"compiled": None, "reduce-overhead": "reduce-overhead",
+             "max-autotune": "max-autotune-no-cudagraphs"}  # fmt: skip
 _PATIENCE_S = 400.0
 
 
@@ -45,9 +48,7 @@ class Contender:
 def _patched(model: Any, level: str) -> Any:
     from flashnorm_triton import patch
 
-    if level == "stock":
-        return None
-    return patch(model) if level == "auto" else patch(model, level=level)
+    return None if level == "stock" else patch(model, level=level, revertible=False)
 
 
 class Steps:
@@ -69,9 +70,8 @@ class Steps:
             length = 1
         self.tokens = torch.randint(1, vocab, (what.batch, length), device=device)
         forward = self._forward
-        if what.mode in ("reduce-overhead", "max-autotune"):
-            mode = {"max-autotune": "max-autotune-no-cudagraphs"}.get(what.mode, what.mode)
-            backend = {"mode": mode} if device == "cuda" else {"backend": "eager"}
+        if what.mode in _COMPILER:
+            backend = {"mode": _COMPILER[what.mode]} if device == "cuda" else {"backend": "eager"}
             forward = torch.compile(self._forward, fullgraph=True, dynamic=False, **backend)
         self._run = self._captured(forward) if self._graphed else forward
 
@@ -169,14 +169,17 @@ class Steps:
         return found
 
 
-def _serve(pipe: Any, what: Contender, device: str) -> None:
+def _serve(pipe: Any, what: Contender, device: str, undisturbed: Any) -> None:
     """The process of a contender: ready, then one answer a question until it is told to stop."""
     try:
+        from bench import decoders  # noqa: F401  long imports, before anyone is kept waiting
+
         with torch.no_grad():
-            steps = Steps(what, device)
-            for _ in range(3):
-                steps.rewind()
-                steps.step()
+            with undisturbed or contextlib.nullcontext():
+                steps = Steps(what, device)
+                for _ in range(3):
+                    steps.rewind()
+                    steps.step()
             pipe.send(("ready", steps.most))
             while (question := pipe.recv()) is not None:
                 pipe.send(("answer", getattr(steps, question[0])(*question[1:])))
@@ -188,24 +191,25 @@ def _serve(pipe: Any, what: Contender, device: str) -> None:
 
 
 class Group:
-    """Contenders that run at the same time and are timed in turn; a context manager."""
+    """Contenders that are there at the same time and are timed in turn; a context manager.
 
-    def __init__(self, contenders: Sequence[Contender], device: str = "cuda") -> None:
-        self.contenders, self.device = tuple(contenders), device
+    ``cached``: what max-autotune chooses is in the compiler's cache, so nobody waits for anybody.
+    """
+
+    def __init__(
+        self, contenders: Sequence[Contender], device: str = "cuda", cached: bool = False
+    ) -> None:
+        self.contenders, self.device, self.cached = tuple(contenders), device, cached
         self.errors: dict[Contender, str] = {}
         self._pipes: dict[Contender, Any] = {}
         self._most: dict[Contender, int] = {}
         self._processes: list[Any] = []
 
     def __enter__(self) -> Group:
-        alone = [what for what in self.contenders if what.mode == "max-autotune"]
-        for what in alone:
-            self._start(what)
-            self._await(what)
-        together = [what for what in self.contenders if what not in alone]
-        for what in together:
-            self._start(what)
-        for what in together:
+        lock = None if self.cached else multiprocessing.get_context("spawn").Lock()
+        for what in self.contenders:
+            self._start(what, lock if what.mode == "max-autotune" else None)
+        for what in self.contenders:
             self._await(what)
         return self
 
@@ -216,11 +220,14 @@ class Group:
             process.join(20)
             if process.is_alive():
                 process.kill()
+                process.join()
 
-    def _start(self, what: Contender) -> None:
+    def _start(self, what: Contender, lock: Any) -> None:
         context = multiprocessing.get_context("spawn")
         mine, its = context.Pipe()
-        process = context.Process(target=_serve, args=(its, what, self.device), daemon=True)
+        process = context.Process(
+            target=_serve, args=(its, what, self.device, lock), name=what.name
+        )
         process.start()
         its.close()
         self._pipes[what] = mine
@@ -245,27 +252,29 @@ class Group:
         self._pipes[what].send(question)
         return self._await(what)
 
-    @property
-    def running(self) -> tuple[Contender, ...]:
-        return tuple(what for what in self.contenders if what in self._pipes)
+    def running(self, some: Sequence[Contender]) -> list[Contender]:
+        """Those of ``some`` that are ready and have not failed."""
+        return [what for what in some if what in self._pipes]
 
-    def times(self, rounds: int, steps: int, until: Callable[[], bool]) -> dict[Contender, list]:
-        """GPU ms a step by round; each round asks everyone, every other one backwards.
+    def times(
+        self, some: Sequence[Contender], rounds: int, steps: int, until: Callable[[], bool]
+    ) -> dict[Contender, list[float]]:
+        """GPU ms a step by round; each round asks all of ``some``, every other one backwards.
 
         Ends early once ``until`` says so, after three rounds at the least.
         """
-        taken: dict[Contender, list[float]] = {what: [] for what in self.running}
+        taken: dict[Contender, list[float]] = {what: [] for what in self.running(some)}
         for number in range(rounds + 1):
             if number > 3 and until():
                 break
-            for what in self.running[:: -1 if number % 2 else 1]:
+            for what in self.running(some)[:: -1 if number % 2 else 1]:
                 ms = self.ask(what, "ms", min(steps, self._most[what]))
                 if number and ms is not None:  # the first round is the warm-up
                     taken[what].append(ms)
         return {what: values for what, values in taken.items() if what in self._pipes}
 
 
-def speedups(times: dict[Contender, list[float]], baseline: Contender, what: Contender) -> float:
+def speedup(times: dict[Contender, list[float]], baseline: Contender, what: Contender) -> float:
     """The median of the rounds' ratios baseline / contender."""
     pairs = zip(times[baseline], times[what], strict=False)
     return statistics.median(one / other for one, other in pairs)

@@ -5,8 +5,10 @@ is compiled with "reduce-overhead", and with "max-autotune-no-cudagraphs" and ca
 graph; the patched model, at each level of ``patch``, is run in both ways too, and captured without
 a compiler ("graph"). Random weights; every contender in a process of its own, timed in turn.
 
-    python bench/decode.py [--models llama-3.2-1b llama-3.1-8b] [--batches 1 8 16 32] [--out FILE]
+    python bench/decode.py [--models llama-3.2-1b ...] [--batches 1 8 16 32] [--out FILE]
 
+What is worth most comes first, and the file is written after every cell. ``--warm`` only compiles,
+which fills the compilers' caches; a run with ``--cached`` after it makes nobody wait for anybody.
 A contender whose logits are not those of the stock model gets an ``error`` and no time. Exit: 0
 when all is measured, 1 when anything failed, 2 for bad arguments or no GPU. ``--device cpu --models
 tiny`` tries the script; such a file says that it is no benchmark and may not go into bench/results.
@@ -33,67 +35,94 @@ from flashnorm_triton.tuning import measure
 ROOT = Path(__file__).resolve().parents[1]
 NO_BENCHMARK = "no GPU (a trial of the script, no benchmark)"
 LEVELS = ("norm", "block")
+NORM_TOO = ("llama-3.2-1b", 1)
+# (model, batch) cells that fit a GPU at the same time, in the order of what they are worth.
+WAVES: tuple[tuple[tuple[str, int], ...], ...] = (
+    (("llama-3.2-1b", 1), ("llama-3.1-8b", 1)),
+    (("llama-3.2-1b", 8), ("llama-3.2-1b", 16), ("llama-3.2-1b", 32), ("qwen3-4b", 1),
+     ("gemma-3-1b", 1)),
+    (("mistral-7b", 1), ("llama-3.1-8b", 16)),
+    (("llama-3.1-8b", 8), ("llama-3.1-8b", 32)),
+    (("tiny", 1), ("tiny", 2)),
+)  # fmt: skip
 # Logits of two ways to round the same step, both in bf16: relative Frobenius distance.
 MOST_APART = 0.05
 DEFAULTS = {
-    "decode": {"modes": ("reduce-overhead", "max-autotune", "graph"), "tokens": 512},
-    "prefill": {"modes": ("eager", "max-autotune"), "tokens": 4096},
+    "decode": {
+        "baselines": ("reduce-overhead", "max-autotune"),
+        "modes": ("reduce-overhead", "max-autotune", "graph"),
+        "tokens": 512,
+    },
+    "prefill": {
+        "baselines": ("eager", "compiled"),
+        "modes": ("eager", "compiled"),
+        "tokens": 4096,
+    },
 }
 
 
-def groups(args: argparse.Namespace) -> Iterator[list[Contender]]:
-    """Contenders that are compared with one another: those of a model, and of all its batches
-    unless ``--apart`` leaves the memory to one batch at a time."""
-    for model in args.models:
-        by_batch = []
-        for batch in args.batches:
-            found = []
-            for mode in args.modes:
-                if mode == "max-autotune" and batch not in args.autotuned:
-                    continue
-                for level in ("stock", *args.levels):
-                    found.append(Contender(model, level, mode, batch, args.tokens, args.task))
-            by_batch.append(found)
-        if args.apart:
-            yield from by_batch
-        else:
-            yield [what for found in by_batch for what in found]
+def cell(model: str, batch: int, args: argparse.Namespace) -> list[Contender]:
+    """The contenders of a model at a batch size.
+
+    max-autotune, which takes a minute to compile, and the level below the best are for batch 1
+    alone; the latter for the first model alone.
+    """
+    levels = [level for level in args.levels if level != "norm" or (model, batch) == NORM_TOO]
+    pairs = [("stock", mode) for mode in args.baselines]
+    pairs += [(level, mode) for mode in args.modes for level in levels]
+    return [
+        Contender(model, level, mode, batch, args.tokens, args.task)
+        for level, mode in pairs
+        if mode != "max-autotune" or (batch in args.autotuned and level != "norm")
+    ]
 
 
-def measure_group(
-    group: Sequence[Contender], args: argparse.Namespace, copy_tb_s: float, log: report.Log
+def waves(args: argparse.Namespace) -> Iterator[list[list[Contender]]]:
+    """Cells that are there at the same time."""
+    for wave in WAVES:
+        cells = [
+            cell(model, batch, args)
+            for model, batch in wave
+            if model in args.models and batch in args.batches
+        ]
+        if cells:
+            yield cells
+
+
+def measure_cell(
+    running: Group,
+    group: Sequence[Contender],
+    args: argparse.Namespace,
+    copy_tb_s: float,
+    log: report.Log,
 ) -> list[dict[str, Any]]:
     """The records of contenders that are timed in turn."""
-    with Group(group, args.device) as running:
-        log(f"{len(running.running)} of {len(group)} contenders of {group[0].model} are ready")
-        logits = {what: running.ask(what, "logits") for what in running.running}
-        ended = log.seconds + args.seconds
-        times = running.times(args.rounds, args.steps, lambda: log.seconds > ended)
-        facts = {what: running.ask(what, "facts") for what in running.running}
-        errors = dict(running.errors)
+    logits = {what: running.ask(what, "logits") for what in running.running(group)}
+    ended = log.seconds + args.seconds
+    times = running.times(group, args.rounds, args.steps, lambda: log.seconds > ended)
+    facts = {what: running.ask(what, "facts") for what in running.running(group)}
+    errors = {what: why for what, why in running.errors.items() if what in group}
+    stock = [what for what in group if what.level == "stock"]
+    for what in group:
+        apart = _apart(logits, what, stock)
+        if what not in errors and apart is not None and not apart <= MOST_APART:
+            errors[what] = f"its logits are {apart:.3g} from the stock model's"
     records = []
     for what in group:
         record: dict[str, Any] = {
             "model": what.model, "mode": what.mode, "variant": what.level, "batch": what.batch,
             "tokens": what.tokens, "dtype": "bfloat16",
         }  # fmt: skip
-        stock = [one for one in group if (one.batch, one.level) == (what.batch, "stock")]
-        if what not in errors:
-            apart = _apart(logits, what, stock)
-            record["apart"] = apart
-            if apart is not None and not apart <= MOST_APART:
-                errors[what] = f"its logits are {apart:.3g} from the stock model's"
         if what in errors:
             records.append({**record, "error": errors[what]})
             log(f"{what.name}: {errors[what]}")
             continue
-        records.append(record | _speed(times[what], what, facts[what], copy_tb_s))
-        against = {}
-        for one in stock:
-            if what.level != "stock" and one in times and one not in errors:
-                against[one.mode] = contenders.speedups(times, one, what)
-        records[-1]["speedups"] = against
-        log(describe(records[-1]))
+        record |= _speed(times[what], what, facts[what], copy_tb_s)
+        record["apart"] = _apart(logits, what, stock)
+        rated = [one for one in stock if one not in errors] if what.level != "stock" else []
+        record["speedups"] = {one.mode: contenders.speedup(times, one, what) for one in rated}
+        records.append(record)
+        log(describe(record))
     return records
 
 
@@ -153,10 +182,20 @@ def run(args: argparse.Namespace) -> int:
         head = results.header(copy_tb_s=0.0, matmul_tflops=0.0, gpu=NO_BENCHMARK)
         path = args.out
     records: list[dict[str, Any]] = []
-    for group in groups(args):
-        records += measure_group(group, args, head["copy_tb_s"], log)
-        results.save(path, head, records)
-    print("\n".join(describe(r) for r in report.measured(records)), flush=True)
+    failed = 0
+    for cells in waves(args):
+        everyone = [what for group in cells for what in group]
+        with Group(everyone, args.device, args.cached) as running:
+            ready = len(running.running(everyone))
+            log(f"{ready} of {len(everyone)} contenders are ready")
+            if args.warm:
+                failed += len(running.errors)
+                continue
+            for group in cells:
+                records += measure_cell(running, group, args, head["copy_tb_s"], log)
+                results.save(path, head, records)
+    if args.warm:
+        return int(failed > 0)
     log(f"written: {path}")
     return 1 if len(report.measured(records)) < len(records) else 0
 
@@ -166,23 +205,26 @@ def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     defaults = DEFAULTS[task]
-    few = ("llama-3.2-1b", "llama-3.1-8b") if task == "decode" else ("llama-3.2-1b",)
+    named = [name for name in decoders.NAMES if name != "tiny"]
+    few = named if task == "decode" else named[:1]
     parser.add_argument("--models", nargs="+", choices=decoders.NAMES, default=few)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16, 32])
     parser.add_argument(
         "--autotuned", nargs="*", type=int, default=[1],
         help="batches for which max-autotune is compiled, one after the other (1)",
     )  # fmt: skip
     parser.add_argument("--levels", nargs="*", default=LEVELS, help="of patch: norm block auto")
-    parser.add_argument(
-        "--modes", nargs="+", choices=contenders.MODES, default=defaults["modes"],
-        help="how stock and patched are run",
-    )  # fmt: skip
+    for name, what in (("baselines", "stock"), ("modes", "patched")):
+        parser.add_argument(
+            f"--{name}", nargs="+", choices=contenders.MODES, default=defaults[name],
+            help=f"how the {what} model is run",
+        )  # fmt: skip
+    parser.add_argument("--warm", action="store_true", help="compile only")
+    parser.add_argument("--cached", action="store_true", help="--warm has been run before")
     parser.add_argument("--tokens", type=int, default=defaults["tokens"], help="cache, or prompt")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20 if task == "decode" else 2)
-    parser.add_argument("--seconds", type=float, default=20, help="of timing, a group (20)")
-    parser.add_argument("--apart", action="store_true", help="one batch at a time: less memory")
+    parser.add_argument("--seconds", type=float, default=20, help="of timing, a cell (20)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
     args = parser.parse_args(argv)
@@ -190,8 +232,10 @@ def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
     for name in ("rounds", "steps", "tokens"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: at least 1")
-    if min(args.batches) < 1:
-        parser.error(f"--batches {min(args.batches)}: at least 1")
+    if args.task == "prefill" and "--batches" not in argv:
+        args.batches = [1]
+    if not any(True for _ in waves(args)):
+        parser.error(f"--models {args.models} --batches {args.batches}: no cell is left")
     if task == "decode" and args.tokens < 8:
         parser.error(f"--tokens {args.tokens}: at least 8, an eighth of which is written")
     if args.device == "cpu":

@@ -1,9 +1,9 @@
 """A prompt of 4,096 tokens through whole models, stock and patched: GPU time of one forward.
 
-Question: what do the same fusions give where the matmuls rule? Eager, and compiled with
-"max-autotune-no-cudagraphs" and captured in a CUDA graph; without a cache, the last token's logits.
+Question: what do the same fusions give where the matmuls rule? Eager and compiled; without a cache,
+the last token's logits.
 
-    python bench/prefill.py [--models llama-3.2-1b] [--modes eager max-autotune] [--out FILE]
+    python bench/prefill.py [--models llama-3.2-1b] [--out FILE]
 
 The options, the checks and the file's form are those of bench/decode.py.
 """

@@ -187,6 +187,12 @@ def _rows(squares: str, block_n: int, num_stages: int) -> Plan:
     return Plan(strategy, "hopper_rows", 128, block_n, 64, 4, num_stages, squares=squares)
 
 
+def cannot_run(problem: Problem, device: Device) -> bool:
+    """Whether no kernel serves this dtype or device, so that it is plain torch's."""
+    too_old = device.backend == "cuda" and device.capability < MIN_CAPABILITY
+    return device.backend == "cpu" or problem.dtype == "float64" or too_old
+
+
 def choose(problem: Problem, device: Device) -> Plan:
     """The heuristic plan for a problem on a device.
 
@@ -196,8 +202,11 @@ def choose(problem: Problem, device: Device) -> Plan:
     gain. A device that was not measured gets the fused kernels only where they won by a margin
     here, and the unfused pair elsewhere.
     """
-    too_old = device.backend == "cuda" and device.capability < MIN_CAPABILITY
-    if device.backend == "cpu" or problem.dtype == "float64" or too_old:
+    if not problem.normed:
+        from flashnorm_triton import bare_plans
+
+        return bare_plans.choose(problem, device)
+    if cannot_run(problem, device):
         return TORCH
     rows = bucket(problem.m)
     plan = _few_rows(problem, rows, device)
@@ -250,6 +259,8 @@ def _few_rows(problem: Problem, rows: int, device: Device) -> Plan | None:
         return _gemv(rows, 2, 256, 1)
     if rows == 1 and problem.gated and k > 2048 and k % 2048 == 0 and k <= 32768:
         return _gemv(1, 4, 2048, 8)
+    if rows == 1 and problem.gated and k == 2048:
+        return _gemv(1, 4, 1024, 4)
     return _gemv(rows, 4, 512, 2) if k <= 8192 else _gemv(rows, 8, 512, 2, 3)
 
 

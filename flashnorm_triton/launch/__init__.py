@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashnorm_triton import bare_plans
 from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.compile_unit import CompileUnit
@@ -79,7 +80,8 @@ def compile_units() -> Iterator[CompileUnit]:
     others = [
         (Problem(d, 512, 3072, 2048), p) for p in other_plans() for d in ("bfloat16", "float16")
     ]
-    for problem, plan in [*shipped_plans(), *others, *_with_epilogues()]:
+    shipped = [*shipped_plans(), *bare_plans.shipped()]
+    for problem, plan in [*shipped, *others, *_with_epilogues()]:
         # Several rows with a gain hold all the code of those without; the halves are alike in it.
         same = problem.dtype == "float16" or not (problem.has_gain or problem.epilogue)
         if plan.form == "gemv" and plan.block_m > 1 and same:
@@ -125,11 +127,7 @@ def _with_epilogues() -> Iterator[tuple[Problem, Plan]]:
     yield replace(whole, has_gain=True), Plan("single_pass", "gemv", 1, 4, 512, 2, 1)
     yield replace(whole, dtype="float32"), Plan("single_pass", "gemv", 4, 4, 1024, 4, 1)
     bare = Problem("bfloat16", 64, 4096, 2048, True, normed=False, has_residual=True, scale=0.5)
-    yield bare, Plan("single_pass", "gemv", 1, 4, 512, 2, 1)
-    yield bare, Plan("single_pass", "gemv", 4, 8, 512, 2, 3)
-    yield bare, Plan("single_pass", "hopper_swap", 16, 64, 256, 4, 3)
-    yield bare, Plan("single_pass", "hopper_swap", 32, 64, 128, 4, 6, in_flight=1)
-    yield bare, Plan("stats_then_gemm", "tiles", 16, 32, 256, 4, 3, squares="given")
+    yield bare, Plan("single_pass", "hopper_swap", 32, 64, 256, 4, 3)
     yield bare, Plan("stats_then_gemm", "hopper_rows", 128, 128, 64, 4, 5, squares="given")
     own = replace(whole, centred=False)
     for plan in other_plans():
