@@ -72,7 +72,7 @@ class Steps:
         forward = self._forward
         if what.mode in _COMPILER:
             backend = {"mode": _COMPILER[what.mode]} if device == "cuda" else {"backend": "eager"}
-            forward = torch.compile(self._forward, fullgraph=True, dynamic=False, **backend)
+            forward = torch.compile(self._forward, fullgraph=True, **backend)
         self._run = self._captured(forward) if self._graphed else forward
 
     @property
@@ -106,6 +106,8 @@ class Steps:
             length = layer.cumulative_length
             if isinstance(length, torch.Tensor):
                 length.fill_(self.filled)
+            if hasattr(layer, "cumulative_length_int"):  # windows count in Python as well
+                layer.cumulative_length_int = self.filled
 
     def _captured(self, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         stream = torch.cuda.Stream()

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from flashnorm_triton import attention
 from flashnorm_triton.block_ops import add_rms_norm, linear, rotary_heads
 from flashnorm_triton.models.block.caches import (
     move_on,
@@ -31,6 +33,8 @@ from flashnorm_triton.ops import norm_linear
 _CAPTURING = "transformers.utils.output_capturing"
 _LOCAL = getattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
 _GLOBAL = getattr(ALL_ATTENTION_FUNCTIONS, "_global_mapping", {})
+# What else torch's attention is told: the masked one here is not told.
+_SDPA_READS = frozenset({"is_causal", "position_bias"})
 _any_autocast = torch._C._is_any_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 
@@ -176,7 +180,16 @@ class Runner:
         half = spec.attention
         q, k, v = self._heads(_normed(self.first, x), angles, cache, kwargs)
         interface = _interface(self.attention.config, self.eager)
-        mixed = interface(self.attention, q, k, v, mask, **self.constants, **kwargs)[0]
+        if (
+            interface is sdpa_attention_forward
+            and attention.serves(q, k, mask)
+            and not self.constants.get("dropout")
+            and _SDPA_READS.isdisjoint(self.constants.keys() | kwargs.keys())
+        ):
+            scale = self.constants.get("scaling") or q.shape[-1] ** -0.5
+            mixed = attention.grouped_attention(q, k, v, mask, scale)
+        else:
+            mixed = interface(self.attention, q, k, v, mask, **self.constants, **kwargs)[0]
         x = self.after[0](self.output, mixed.reshape(*x.shape[:-1], -1), x, half.scale)
         half = spec.mlp
         inner = _normed(self.second, x, half.activation, half.gated)
