@@ -7,6 +7,7 @@ row's mean is taken off first.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 _HALF = (torch.bfloat16, torch.float16)
+# Weights are widened so many values at a time: with their fp32 copy they stay in a core's cache.
+_PIECE = 1 << 18
+_SEVERAL = 4  # rows, from which fp32 costs no more (docs/measured.md, "Half precision on a CPU")
 
 
 def scale_of(x: Tensor, eps: float) -> Tensor:
@@ -60,17 +64,49 @@ def norm_linear(
     """s * ((x * gain) @ weight.T) + bias in x's dtype, then what ``finish`` does.
 
     Half precision normalises first and lets the library's matmul accumulate: the deferred form
-    would have to store the unnormalised product, which overflows fp16, or to widen the whole
-    weight. Wider dtypes defer the scale (paper, section 2).
+    would have to store the unnormalised product, which overflows fp16. The rows and the product
+    are rounded, as stock's; once only, where the library has no arithmetic for the dtype on this
+    CPU, for there fp32 is faster as well. Wider dtypes defer the scale (paper, section 2).
     """
     if x.dtype in _HALF:
-        normed = normalise(x, eps, gain, centred).to(x.dtype)
-        z = functional.linear(normed, weight, bias)
+        normed = normalise(x, eps, gain, centred)
+        if _better_in_fp32(x, weight):
+            z = _linear_in_fp32(normed, weight, bias)
+        else:
+            z = functional.linear(normed.to(x.dtype), weight, bias)
     else:
         wide = _centre(x) if centred else x
         z = functional.linear(wide if gain is None else wide * gain, weight) * scale_of(wide, eps)
         z = z if bias is None else z + bias
     return finish(z, residual, activation, gated).to(x.dtype)
+
+
+def _better_in_fp32(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product of several half-precision rows costs no more in fp32, here and now.
+
+    Few rows are a matter of the weights' bytes, where widening them loses. A gradient would keep
+    the wide weights.
+    """
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    several = x.numel() >= _SEVERAL * x.shape[-1]
+    return x.device.type == "cpu" and several and not learns and not _in_hardware(x.dtype)
+
+
+@functools.cache
+def _in_hardware(dtype: torch.dtype) -> bool:
+    """Whether torch's CPU library multiplies a half precision with instructions made for it."""
+    if not torch.backends.mkldnn.is_available():
+        return True  # another library, which nothing is known of here
+    if dtype == torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _linear_in_fp32(normed: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """normed (..., K) @ weight.T + bias in fp32, the weight widened a piece at a time."""
+    rows = max(1, _PIECE // weight.shape[1])
+    z = torch.cat([functional.linear(normed, some.float()) for some in weight.split(rows)], -1)
+    return z if bias is None else z + bias
 
 
 def finish(
