@@ -49,14 +49,17 @@ PROMPT = 64
 SIX_LAYERS = Size(layers=6, vocab=4096, tied=False)
 TWO_LAYERS = Size(layers=2, vocab=4096, tied=False)
 TINY = Size(layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128, vocab=512, tied=False)
-# (model, mode, layers): taps copy rows between kernels, so a run without them as well.
+# (model, mode, what is watched): "logits" alone, "layers" as they run (blocks as blocks), "sites"
+# (blocks run site by site for that). Taps copy rows between kernels: so, runs without them as well.
 RUNS = (
-    ("layers", "graph", True),
-    ("layers", "eager", True),
-    ("layers", "compiled", False),
-    ("layers", "graph", False),
-    ("shipped", "graph", True),
+    ("six", "graph", "sites"),
+    ("six", "graph", "layers"),
+    ("six", "graph", "logits"),
+    ("six", "eager", "layers"),
+    ("shipped", "graph", "sites"),
+    ("six", "compiled", "logits"),
 )
+WATCH = {"logits": False, "layers": True, "sites": "sites"}
 _BEHIND = 4_000_000  # cycles: longer than the host takes for a step
 ROWS_OF_TILES = 64  # the racing form serves whole tiles of rows only
 
@@ -76,14 +79,14 @@ def prompt_of(size: Size, rows: int, device: str) -> Tensor:
     return torch.randint(1, size.vocab, (rows, PROMPT), device=device)
 
 
-def record_of(name: str, mode: str, layers: bool, found: LagReport, seconds: float) -> dict:
+def record_of(name: str, mode: str, watch: str, found: LagReport, seconds: float) -> dict:
     """What a run came to, as a record of lag.json."""
     sites = [place for place in found.places if place.site is not None]
     shown, judged = (sum(getattr(p, k) for p in sites) for k in ("decidable", "judged"))
     record = {
         "lag": name,
         "mode": mode,
-        "layers": layers,
+        "watched": watch,
         "tokens": found.tokens,
         "rows": found.batch,
         "clean": found.clean,
@@ -111,38 +114,38 @@ def record_of(name: str, mode: str, layers: bool, found: LagReport, seconds: flo
 def run_modes(args: argparse.Namespace, head: dict, log: report.Log) -> list[dict]:
     """Every run of ``RUNS``; the figure is the first one's."""
     device, size = args.device, SIX_LAYERS if args.device == "cuda" else TINY
-    stock = {"layers": llama(size, device), "shipped": demo_model.load(device=device)}
-    names = {"layers": size.name, "shipped": "shipped"}
+    stock = {"six": llama(size, device), "shipped": demo_model.load(device=device)}
+    names = {"six": size.name, "shipped": "shipped"}
     patched = {}
     for name, model in stock.items():
         patched[name] = copy.deepcopy(model)
         patch_model(patched[name])
     ids = demo_model.tokenizer()(demo_model.heldout_text(), verbose=False)["input_ids"]
     prompts = {
-        "layers": prompt_of(size, 1, device),
+        "six": prompt_of(size, 1, device),
         "shipped": torch.tensor([ids[700 : 700 + PROMPT]], device=device),
     }
     records = []
-    for name, mode, layers in RUNS:
+    for name, mode, watch in RUNS:
         if device == "cpu" and mode != "eager":
             continue
         if mode not in args.modes or log.seconds > args.seconds:
             log(f"{name} {mode}: left out")
             continue
         started = time.monotonic()
-        record: dict[str, Any] = {"lag": names[name], "mode": mode, "layers": layers}
+        record: dict[str, Any] = {"lag": names[name], "mode": mode, "watched": watch}
         try:
             found = find_lag(
                 (patched[name], stock[name]),
                 prompts[name],
                 tokens=args.tokens,
                 mode=mode,
-                layers=layers,
+                layers=WATCH[watch],
                 chunk=128,
                 restart=name == "shipped",
                 repeats=name == "shipped",
             )
-            record = record_of(names[name], mode, layers, found, time.monotonic() - started)
+            record = record_of(names[name], mode, watch, found, time.monotonic() - started)
             if not (args.out / "lag.png").exists():
                 draw(found, args.out / "lag.png")
         except Exception as error:
@@ -190,7 +193,7 @@ def look(fault: Fault, within: Any, late: bool, device: str, tokens: int) -> Lag
                 (model, stock),
                 prompt_of(size, rows, device),
                 tokens=tokens // (8 if rows > 1 else 1),
-                layers=True,
+                layers="sites",
                 chunk=16 if rows > 1 else 64,
                 repeats=False,
             )
@@ -243,7 +246,7 @@ def fault_record(fault: Fault, device: str, tokens: int) -> dict[str, Any]:
 def run_faults(args: argparse.Namespace, head: dict, log: report.Log) -> list[dict]:
     """Every fault that is left time for."""
     records = []
-    for fault in FAULTS.values():
+    for fault in (FAULTS[name] for name in args.faults):
         if log.seconds > args.seconds:
             log(f"{fault.name}: left out, no time")
             continue
@@ -264,6 +267,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=("modes", "faults"), default=["modes"])
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled", "graph"])
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--fault-tokens", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=math.inf, help="no run begins after that")

@@ -111,7 +111,7 @@ FAULT_FIELDS: dict[str, tuple[type, ...]] = {
     "seconds": (*_NUMBER, type(None)),
     "detail": (str,),
 }
-_LAG_IDENTITY: dict[str, tuple[type, ...]] = {"lag": (str,), "mode": (str,), "layers": (bool,)}
+_LAG_IDENTITY: dict[str, tuple[type, ...]] = {"lag": (str,), "mode": (str,), "watched": (str,)}
 LAG_FIELDS: dict[str, tuple[type, ...]] = {
     **_LAG_IDENTITY,
     "tokens": (int,),

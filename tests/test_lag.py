@@ -47,13 +47,13 @@ def site(model: nn.Module, layer: int, name: str) -> nn.Module:
 
 def look(stock: nn.Module, text: Tensor, plant, tokens: int = 60, **options) -> fn.LagReport:
     model = patched_with(stock, plant)
-    options = {"layers": True, "repeats": False, "chunk": 25, **options}
+    options = {"layers": "sites", "repeats": False, "chunk": 25, **options}
     return fn.find_lag((model, stock), text[None, :20], tokens=tokens, **options)
 
 
 def test_a_clean_model_over_1024_tokens(stock: nn.Module, text: Tensor) -> None:
     """All of them in one cache: the model has 2,048 positions."""
-    report = fn.find_lag(stock, text[None, 700:764], tokens=1024, layers=True)
+    report = fn.find_lag(stock, text[None, 700:764], tokens=1024, layers="sites")
     assert report.clean and report.lag is None, report.summary()
     assert len(report.steps.at_t) == 1024 and report.prompt == 64
     assert report.false_alarms == 0 and report.lagged_steps == report.departed_steps == 0
@@ -122,6 +122,28 @@ def test_a_buffer_that_all_sites_share(
 
     found = look(stock, text, plant, tokens=30).lag
     assert (found.step, found.layer, found.kind) == (21, layer, verdict.OTHER)
+
+
+def test_layers_that_run_as_blocks(stock: nn.Module, text: Tensor) -> None:
+    """As blocks they have no sites to watch: what enters each is compared. One hands on, at step
+    12, what it made at step 11."""
+
+    def plant(model: nn.Module) -> None:
+        runner = model.model.layers[2].runner
+        real, made = runner.run, []
+
+        def late(x: Tensor, kwargs: dict) -> Tensor:
+            made.append(real(x, kwargs))
+            return made[-2] if len(made) == 13 else made[-1]
+
+        runner.run = late
+
+    report = look(stock, text, lambda model: None, tokens=20, layers=True)
+    assert report.clean, report.summary()
+    watched = [place.site for place in report.places if place.side == "input"]
+    assert watched == [*(f"model.layers.{n}" for n in range(6)), "model.norm"]
+    found = look(stock, text, plant, tokens=20, layers=True).departure
+    assert (found.step, found.site, found.kind) == (12, "model.layers.3", verdict.INPUT)
 
 
 def test_the_switch_of_the_planted_faults(stock: nn.Module, text: Tensor) -> None:

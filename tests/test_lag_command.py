@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_clean_model_and_its_files(tmp_path: Path) -> None:
-    done = call("demo", "--generate", "24", "--layers", "--out", str(tmp_path / "new" / "folder"))
+    done = call("demo", "--generate", "24", "--sites", "--out", str(tmp_path / "new" / "folder"))
     assert done.exit_code == 0, done.output
     assert "no lag, nothing beyond rounding" in done.output
     assert "64 tokens of the text" in done.output and "27 places" in done.output

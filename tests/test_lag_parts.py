@@ -47,7 +47,7 @@ def test_rows_of_zeros_are_no_fault() -> None:
     model = tiny_model("llama", eos_token_id=None)
     with torch.no_grad():
         model.get_input_embeddings().weight[::2] = 0
-    report = fn.find_lag(model, tokens=60, layers=True, repeats=False)
+    report = fn.find_lag(model, tokens=60, layers="sites", repeats=False)
     assert report.clean and all(np.isfinite(place.worst) for place in report.places)
     assert any(token % 2 == 0 for token in report.texts["patched"][:, 0])
 
@@ -161,7 +161,15 @@ def test_restarts_and_rows(kind: str, device: torch.device) -> None:
     mask = torch.ones_like(ids)
     mask[1, :4], mask[2, :7] = 0, 0
     report = fn.find_lag(
-        model, ids, mask, tokens=400, cache=kind, layers=True, restart=True, repeats=False, chunk=90
+        model,
+        ids,
+        mask,
+        tokens=400,
+        cache=kind,
+        layers="sites",
+        restart=True,
+        repeats=False,
+        chunk=90,
     )
     assert report.clean, report.summary()
     assert report.steps.at_t.shape == (400, 3) == report.texts["patched"].shape
@@ -202,7 +210,7 @@ def test_compiled_steps_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch, "compile", lambda f: compiled(f, backend=backend))
     report = fn.find_lag(
-        tiny_model("llama", eos_token_id=None), tokens=24, mode="compiled", layers=True, chunk=8,
+        tiny_model("llama", eos_token_id=None), tokens=24, mode="compiled", layers="sites", chunk=8,
         repeats=False,
     )  # fmt: skip
     assert report.clean and len(counts) == 1, (report.summary(), counts)
@@ -221,19 +229,19 @@ def test_a_captured_step_is_compared_too(layers: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_wider_dtypes(dtype: torch.dtype) -> None:
     model = tiny_model("qwen2", dtype, eos_token_id=None)
-    report = fn.find_lag(model, tokens=40, layers=True, repeats=False)
+    report = fn.find_lag(model, tokens=40, layers="sites", repeats=False)
     assert report.clean and report.reference == "float64", report.summary()
 
 
 def test_the_model_is_left_as_it_was() -> None:
     """Stock stays stock, patched stays patched, training stays training, no hook stays."""
     stock = tiny_model("llama", eos_token_id=None).train()
-    fn.find_lag(stock, tokens=4, layers=True)
+    fn.find_lag(stock, tokens=4, layers="sites")
     assert not sites_of(stock) and stock.training
     patched = stock.eval()
     fn.patch(patched)
     weights = {key: value.clone() for key, value in patched.state_dict().items()}
-    report = fn.find_lag(patched, tokens=12, layers=True)
+    report = fn.find_lag(patched, tokens=12, layers="sites")
     assert report.clean and sites_of(patched)
     assert all(torch.equal(value, patched.state_dict()[key]) for key, value in weights.items())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in patched.modules())
@@ -245,12 +253,12 @@ def test_hooks_go_when_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     fn.patch(patched)
     monkeypatch.setattr(Decoder, "step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        fn.find_lag((patched, stock), tokens=4, layers=True)
+        fn.find_lag((patched, stock), tokens=4, layers="sites")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in patched.modules())
 
 
 def test_the_report_as_json_and_text() -> None:
-    report = fn.find_lag(tiny_model("gpt2", eos_token_id=None), tokens=20, layers=True)
+    report = fn.find_lag(tiny_model("gpt2", eos_token_id=None), tokens=20, layers="sites")
     told = json.loads(report.to_json(series=True))
     assert told["clean"] and told["lag"] is None and len(told["steps"]["at_t"]) == 20
     assert len(told["places"]) == len(report.places) == 9

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flashnorm_triton.models.block.layer import Block
 from flashnorm_triton.models.report import AuditReport, SiteReport
 
 _LINEAR = {"linear", "conv1d"}
@@ -50,17 +51,14 @@ def sites_to_watch(model: nn.Module, report: AuditReport, inside: bool) -> list[
     A layer that runs as a block has none but its input, unless ``inside``: a hook on a module
     within it makes it run its layer's own code, over the sites.
     """
-    blocks = [] if inside else [name for name, module in model.named_modules() if _is_block(module)]
+    modules = model.named_modules()
+    blocks = [] if inside else [name for name, module in modules if isinstance(module, Block)]
     found = [_site(site) for site in report.sites if site.decision != "keep"]
     places = [site for site in found if not any(site.norm.startswith(f"{b}.") for b in blocks)]
     why = "its layer runs as a block: what enters it is compared"
     places += [Site(name, (), "", 0.0, why) for name in blocks]
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     return sorted(places, key=lambda site: order[site.norm])
-
-
-def _is_block(module: nn.Module) -> bool:
-    return "block" in vars(module) and "runner" in vars(module)
 
 
 def _site(found: SiteReport) -> Site:
