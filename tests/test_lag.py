@@ -148,8 +148,10 @@ def test_layers_that_run_as_blocks(stock: nn.Module, text: Tensor) -> None:
 
 def test_the_switch_of_the_planted_faults(stock: nn.Module, text: Tensor) -> None:
     """Every layer's scale is late from the first step on; the first layer is named."""
+    model = patched_with(stock, lambda model: None)
+    options = {"tokens": 30, "layers": "sites", "repeats": False}
     with planted("stale_scale"):
-        report = look(stock, text, lambda m: None, tokens=30)
+        report = fn.find_lag((model, stock), text[None, :20], **options)
     assert (report.lag.step, report.lag.layer, report.lag.kind) == (1, 0, verdict.SCALE)
     late = [p.site for p in report.places if p.side == "output" and p.counts[verdict.SCALE]]
     assert len(late) == 12, report.summary()
