@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from flashnorm_triton.models import audit, repeats
 from flashnorm_triton.models.report import AuditReport
+from flashnorm_triton.models.sightings import Flow
 
 _WIDTH = 16
 
@@ -280,3 +282,22 @@ def test_depth_costs_little() -> None:
         audit(model, cancel="exact")
         seconds.append(time.process_time() - started)
     assert seconds[1] < 8 * seconds[0], seconds  # 20 times the layers
+
+
+def test_what_is_written_down_of_one_layer_is_told_of_the_other_in_full() -> None:
+    flow = Flow("norm")
+    flow.calls = flow.operations = 3
+    for name in ("consumers", "returned"):
+        getattr(flow, name)["a"] = name
+    for name in ("scaled", "outputs", "readers"):
+        getattr(flow, name)["a"] = None
+    flow.obstacles["why"] = ("packed",)
+    flow.unlike = "why"
+    flow.call_sets.add(frozenset("a"))
+    empty = Flow("norm")
+    assert all(getattr(flow, f.name) != getattr(empty, f.name) for f in fields(Flow)[1:])
+    assert flow.of_another(str, str) == flow
+    for field in fields(Flow)[3:-1]:
+        one = Flow("norm")
+        setattr(one, field.name, getattr(flow, field.name))
+        assert one.size() != empty.size(), field.name

@@ -50,9 +50,10 @@ class Flow:
 
     def size(self) -> tuple[int, ...]:
         """How much is written down: it changes with every addition."""
-        tables = (self.consumers, self.scaled, self.obstacles, self.returned, self.readers)
+        tables = (self.consumers, self.scaled, self.obstacles, self.returned, self.outputs)
+        tables += (self.readers,)
         forms = sum(map(len, self.obstacles.values()))
-        return (self.calls, self.operations, forms, *map(len, tables))
+        return (self.calls, self.operations, forms, self.unlike is None, *map(len, tables))
 
     def of_another(self, moved: Callable[[str], str], told: Callable[[str], str]) -> Flow:
         """The same of a norm in another layer: ``moved`` gives the names there, ``told`` texts."""
@@ -64,6 +65,8 @@ class Flow:
             {moved(name): None for name in self.scaled},
             {told(reason): forms for reason, forms in self.obstacles.items()},
             {told(how): key for how, key in self.returned.items()},
+            dict(self.outputs),
+            None if self.unlike is None else told(self.unlike),
             {moved(name): None for name in self.readers},
             {frozenset(map(moved, names)) for names in self.call_sets},
         )
