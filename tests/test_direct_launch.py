@@ -6,6 +6,7 @@ A stand-in for Triton's driver takes the launches; the kernels themselves are te
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -169,6 +170,28 @@ def same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
     return len(these) == len(those) and all(
         a is b if isinstance(a, Tensor) else a == b for a, b in zip(these, those, strict=True)
     )
+
+
+@pytest.mark.parametrize("tiles", [0, 2, 3])
+def test_a_launch_calls_no_python_but_the_drivers(tiles, monkeypatch):
+    """Each Python call is a tenth of a microsecond of eager decoding, at every launch."""
+    machine = Machine(monkeypatch, tiles)
+    operands = [torch.zeros(64) for _ in range(4)]
+    launch = machine.kernel.bind((3, 2, 1), 0, [tile_of(8, 8)] * tiles, (5,))
+    for _ in range(2):
+        launch(*operands)
+    called: list[str] = []
+
+    def watch(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(watch)
+    try:
+        launch(*operands)
+    finally:
+        sys.setprofile(None)
+    assert called == ["launch", "<lambda>", "_launch"], "the stream's getter and the launcher"
 
 
 def test_descriptors_are_kept_by_address_and_shape(monkeypatch):
