@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import statistics
 import time
 import traceback
@@ -135,10 +136,16 @@ class Steps:
             torch.compiler.cudagraph_mark_step_begin()
         return self._run(self.tokens)
 
-    def logits(self) -> torch.Tensor:
-        """The logits (batch, vocabulary) of the first step after the prompt, on the CPU."""
+    def logits(self) -> tuple[torch.Tensor, ...]:
+        """What a step after the prompt gives, on the CPU: the logits (batch, vocabulary) and, of
+        the last layer, the keys and values that it wrote into the cache."""
         self.rewind()
-        return self.step()[:, -1].float().cpu()
+        found = [self.step()[:, -1].float().cpu()]
+        if self.cache is not None:
+            layer = self.cache.layers[-1]
+            for written in (layer.keys, layer.values):
+                found.append(written[:, :, self.filled].float().cpu())
+        return tuple(found)
 
     def ms(self, steps: int) -> float:
         """Milliseconds of GPU time a step: ``steps`` of them, submitted behind one that is not
@@ -208,6 +215,8 @@ class Group:
         self._processes: list[Any] = []
 
     def __enter__(self) -> Group:
+        # Every process would start a compiler for each core.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         lock = None if self.cached else multiprocessing.get_context("spawn").Lock()
         for what in self.contenders:
             self._start(what, lock if what.mode == "max-autotune" else None)

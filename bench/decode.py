@@ -127,13 +127,15 @@ def measure_cell(
 
 
 def _apart(
-    logits: dict[Contender, torch.Tensor], what: Contender, stock: Sequence[Contender]
+    logits: dict[Contender, tuple[torch.Tensor, ...]], what: Contender, stock: Sequence[Contender]
 ) -> float | None:
-    """How far logits are from those of the first stock contender that has some."""
+    """How far logits, or what is written into the cache, are from those of the first stock
+    contender that has some."""
+    norm = torch.linalg.vector_norm
     for one in stock:
         if one is not what and logits.get(one) is not None and logits.get(what) is not None:
-            off = torch.linalg.vector_norm(logits[what].double() - logits[one].double())
-            return float(off / torch.linalg.vector_norm(logits[one].double()))
+            pairs = zip(logits[what], logits[one], strict=True)
+            return max(float(norm(mine - right) / norm(right)) for mine, right in pairs)
     return None
 
 
