@@ -7,9 +7,10 @@ when they run out? And which faults of tests/planted_faults.py does the lag dete
 
     python bench/lag.py [--parts modes faults] [--tokens 4096] [--seconds 85] [--out DIR]
 
-Writes lag.json and the figure of the graph's run; ``faults`` merges its records (instrument "lag")
-into faults.json. Exit: 0 when the runs were clean and the controls silent, 1 otherwise, 2 without a
-GPU. ``--device cpu`` tries the script on a tiny model, eager only.
+Writes lag.json and, as lag.png and .svg, the figure of its first run; ``faults`` merges its records
+(instrument "lag") into faults.json, and draws a single late read of the shipped model (lag_fault).
+Exit: 0 when the runs were clean and the controls silent, 1 otherwise, 2 without a GPU. ``--device
+cpu`` tries the script on a tiny model, eager only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import late_reads
 import torch
 import transformers
 from planted_faults import FAULTS, Fault, healthy, planted, serves
@@ -261,6 +263,21 @@ def run_faults(args: argparse.Namespace, head: dict, log: report.Log) -> list[di
     return records
 
 
+def draw_one_late_read(out: Path, device: str) -> None:
+    """lag_fault.png and .svg: the shipped model, one layer's scale late at one step of 600."""
+    stock = demo_model.load(device=device)
+    model = copy.deepcopy(stock)
+    patch_model(model)
+    late = model.model.layers[3].post_attention_layernorm
+    late_reads.stale_scale(late, {437}, stock.config.rms_norm_eps)
+    ids = demo_model.tokenizer()(demo_model.heldout_text(), verbose=False)["input_ids"]
+    prompt = torch.tensor([ids[:PROMPT]], device=device)
+    draw(
+        find_lag((model, stock), prompt, tokens=600, layers="sites", repeats=False),
+        out / "lag_fault.png",
+    )
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -306,6 +323,7 @@ def main(argv: Sequence[str]) -> int:
             records += run_modes(args, head, log)
         if "faults" in args.parts:
             records += run_faults(args, head, log)
+            draw_one_late_read(args.out, args.device)
     bad = [r for r in records if r.get("error") or r.get("false_alarm") or r.get("clean") is False]
     log(f"written: {args.out}; {len(records)} runs, {len(bad)} not as they should be")
     return 1 if bad else 0

@@ -1,8 +1,8 @@
-"""Writes the tables of docs/overlap.md from bench/results/<gpu>/overlap.json and faults.json.
+"""Writes the tables of docs/overlap.md and docs/staleness.md from bench/results/<gpu>/*.json.
 
-    python bench/overlap_docs.py [--gpu nvidia_h200]
+    python bench/doc_tables.py [--gpu nvidia_h200]
 
-What lies between ``<!-- name -->`` and ``<!-- /name -->`` in the page is replaced. A table whose
+What lies between ``<!-- name -->`` and ``<!-- /name -->`` in a page is replaced. A table whose
 result file is not there stays as it is.
 """
 
@@ -21,12 +21,13 @@ from bench import report
 from flashnorm_triton import atomic, results
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "overlap.md"
+DOCS = ROOT / "docs"
 ROWS = (1, 16, 64, 256, 512, 1024, 4096, 8192)
 _WAYS = (
     ("gemm_only", "matmul alone"), ("unfused", "norm, matmul"), ("stock", "stock"),
     ("sequential", "one stream"),
 )  # fmt: skip
+USUAL = ("unit", "perplexity")
 _ORDER = (
     "unit", "perplexity", "bits", "float64", "delay", "graph", "lint", "lag", "racecheck",
     "memcheck", "initcheck", "synccheck",
@@ -90,7 +91,58 @@ def faults_table(records: Sequence[Mapping[str, Any]]) -> str:
     return table(sorted(records, key=lambda r: places.get(r["instrument"], len(places))))
 
 
-RENDER = {"overlap": overlap_tables, "faults": faults_table}
+def missed(records: Sequence[Mapping[str, Any]]) -> str:
+    """What one launch and perplexity say of each fault that both pass, and who saw it."""
+    cells = {(r["fault"], r["instrument"]): r for r in report.measured(records)}
+    lines = []
+    for fault in dict.fromkeys(name for name, _ in cells):
+        usual = [cells.get((fault, instrument)) for instrument in USUAL]
+        seen = [r for (name, _), r in cells.items() if name == fault and r["caught"]]
+        if seen and any(r and r["caught"] is False for r in usual):
+            passed = "; ".join(
+                f"{r['instrument']}: {'misses it' if r['caught'] is False else 'sees it'} "
+                f"({r['detail']})"
+                for r in usual
+                if r and r["caught"] is not None
+            )
+            others = [r["instrument"] for r in seen if r["instrument"] not in USUAL]
+            lines.append(f"- `{fault}`: {passed}. Seen by {', '.join(others) or 'no other'}.")
+    return "\n".join(lines)
+
+
+def lag_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """One row a run of bench/lag.py."""
+    head = (
+        "model", "mode", "watched", "tokens", "steps × sites", "beyond rounding",
+        "a lag would show, logits", "sites", "worst / limit", "KL, 1e-4 nats (stock)", "s",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for r in records:
+        if r.get("error"):
+            lines.append(f"| {r['lag']} | {r['mode']} | {r['watched']} | {r['error'][:80]} |")
+            continue
+        sites = r.get("sites_decidable")
+        row = (
+            r["lag"], r["mode"], r["watched"], f"{r['tokens']:,}", f"{r['site_steps']:,}",
+            r["found"] or "none", f"{100 * r['decidable']:.1f} %",
+            "" if sites is None else f"{100 * sites:.1f} %",
+            "–" if r["worst"] is None else f"{r['worst']:.2f}",
+            "–" if r["kl"] is None else f"{1e4 * r['kl']:.2f} ({1e4 * r['kl_stock']:.2f})",
+            f"{r['seconds']:.0f}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+# page -> mark -> the result file and what makes a text of its records
+PAGES = {
+    "overlap.md": {"overlap": ("overlap.json", overlap_tables)},
+    "staleness.md": {
+        "lag": ("lag.json", lag_table),
+        "faults": ("faults.json", faults_table),
+        "missed": ("faults.json", missed),
+    },
+}
 
 
 def put(page: str, name: str, text: str) -> str:
@@ -104,12 +156,11 @@ def put(page: str, name: str, text: str) -> str:
     return marked.sub(lambda found: f"{found[1]}{text.rstrip()}\n{found[2]}", page)
 
 
-def rendered(page: str, folder: Path) -> str:
-    """The page with every table whose results are in ``folder``."""
-    for name, render in RENDER.items():
-        path = folder / f"{name}.json"
-        if path.exists():
-            page = put(page, name, render(results.load(path).records))
+def rendered(name: str, page: str, folder: Path) -> str:
+    """The text of the page of that name with every table whose results are in ``folder``."""
+    for mark, (file, render) in PAGES[name].items():
+        if (folder / file).exists():
+            page = put(page, mark, render(results.load(folder / file).records))
     return page
 
 
@@ -117,9 +168,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpu", default="nvidia_h200", help="folder of bench/results")
     args = parser.parse_args(argv)
-    page = PAGE.read_text(encoding="utf-8")
-    atomic.write_text(PAGE, rendered(page, ROOT / "bench" / "results" / args.gpu))
-    print(f"written: {PAGE}")
+    for name in PAGES:
+        page = (DOCS / name).read_text(encoding="utf-8")
+        text = rendered(name, page, ROOT / "bench" / "results" / args.gpu)
+        atomic.write_text(DOCS / name, text)
+        print(f"written: {DOCS / name}")
     return 0
 
 
