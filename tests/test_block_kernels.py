@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from flashnorm_triton import block_dispatch, block_ops, fallback
 from flashnorm_triton.block_reference import Layout
-from flashnorm_triton.plans import Plan
+from flashnorm_triton.plans import UNFUSED, Plan, Problem
+from flashnorm_triton.tuning import rig, validate
 
 pytest.importorskip("triton")
 # A kernel that fails gives way to torch, with a warning.
@@ -168,6 +170,16 @@ def test_linear(plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
         floor = (walk, walk * float(right.abs().max()))
         for value, least, sums in zip(errors(ours, right), allowed, floor, strict=True):
             assert value <= LIMIT * least + sums, (m, k, bias, scale)
+
+
+def test_the_tuners_check_takes_a_linear_without_a_norm(device: torch.device) -> None:
+    """Right values pass; those of one that forgets the residual, or norms its rows, do not."""
+    problem = Problem("float16", 64, 24, 256, normed=False, has_residual=True)
+    weight = (torch.randn(24, 256) / 16).half().to(device)
+    case = validate.make_case(problem, weight)
+    for changes, right in (({}, True), ({"epilogue": {}}, False), ({"normed": True}, False)):
+        run = rig.run_of(dataclasses.replace(case, **changes), UNFUSED)
+        assert (validate.check(case, run, 2).reason is None) is right, changes
 
 
 @pytest.mark.gpu

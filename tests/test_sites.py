@@ -89,11 +89,15 @@ def test_consumers_that_normalise_for_themselves_are_cells_of_their_own(monkeypa
 
 
 def test_epilogues_are_spelled_as_problems_spell_them():
-    words = "plain,silu+gated,residual+relu2+centred"
+    words = "plain,silu+gated,residual+relu2+centred,residual+bare"
     cells = sites.problems(
         [sites.Site(64, 128)], tokens=(4,), epilogues=sites.parse_epilogues(words)
     )
-    assert [cell.epilogue for cell in cells] == ["", "silu+gated", "centred+relu2+residual"]
+    assert [cell.epilogue for cell in cells] == [
+        "", "silu+gated", "centred+relu2+residual", "bare+residual"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="'bare\\+silu' is no epilogue"):
+        sites.parse_epilogues("bare+silu")
     with pytest.raises(ValueError, match="N = 33 cannot be a gated pair"):
         sites.problems([sites.Site(64, 33)], epilogues=sites.parse_epilogues("gated"))
 

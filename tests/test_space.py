@@ -191,3 +191,15 @@ def test_a_stored_plan_must_be_whole():
 def test_an_unknown_effort_is_refused():
     with pytest.raises(ValueError, match="'heroic'.*quick, full"):
         space.candidates(Problem("bfloat16", 1, 64, 64), H200, "heroic")
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 16, 32, 4096])
+@pytest.mark.parametrize(("n", "k"), [(2048, 2048), (2048, 8192), (4096, 14336), (1152, 6912)])
+def test_linears_without_a_norm(m: int, n: int, k: int):
+    problem = Problem("bfloat16", m, n, k, normed=False, has_residual=True)
+    for device in (H200, Device("cuda", 80, 108), Device("hip", 0, 304)):
+        plans = space.candidates(problem, device)
+        assert plans[0] == choose(problem, device) and UNFUSED in plans
+        assert all(limits.unfit(plan, problem, device) is None for plan in plans)
+        assert not any(plan.squares in ("own", "registers") for plan in plans)
+    assert len(space.candidates(problem, H200)) >= (5 if m < 33 else 3)

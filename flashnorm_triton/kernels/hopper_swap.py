@@ -126,12 +126,12 @@ def _consume(
             M, eps, N, K, HAS_BIAS, CENTRED, ACTIVATION, GATED, HAS_RESIDUAL, NORMED, SCALE,
         )  # fmt: skip
     else:
-        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        tile = gl.program_id(1).to(gl.int64) * gl.num_programs(0) + gl.program_id(0)
         PART: gl.constexpr = (BLOCK_N + 1) * BLOCK_M
         m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, acc_layout))
         n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, acc_layout))
         cells = n[:, None] * BLOCK_M + m[None, :]
-        parts = partial_ptr + tile.to(gl.int64) * SPLIT * PART
+        parts = partial_ptr + tile * SPLIT * PART
         mine = parts + gl.program_id(2) * PART
         gl.store(mine + cells, acc)
         gl.store(mine + BLOCK_N * BLOCK_M + m, total)

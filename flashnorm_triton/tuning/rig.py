@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flashnorm_triton import block_ops
 from flashnorm_triton.limits import ELEMENT_BYTES
 from flashnorm_triton.ops import norm_linear
 from flashnorm_triton.plans import Device, Plan, Problem
@@ -149,6 +150,8 @@ class Rig:
 def run_of(case: validate.Case, plan: Plan) -> validate.Run:
     """A plan on the parts of a case."""
     weight, bias, gain, more = case.weight, case.bias, case.gain, case.epilogue
+    if not case.normed:
+        return lambda part: block_ops.linear(part, weight, bias, plan=plan, **more)
     return lambda part: norm_linear(part, weight, case.eps, bias, gain, plan=plan, **more)
 
 
@@ -182,6 +185,9 @@ class Bench:
         """What is timed: the plan on set ``i`` of the buffers."""
         inputs, weights, bias, gain = self.inputs, self.weights, self.bias, self.gain
         more = self.case.epilogue
+        if not self.problem.normed:
+            linear = block_ops.linear
+            return lambda i: linear(inputs[i], weights[i], bias, plan=plan, **more)
         return lambda i: norm_linear(inputs[i], weights[i], EPS, bias, gain, plan=plan, **more)
 
 

@@ -68,21 +68,23 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
 def parse_epilogues(text: str) -> tuple[dict[str, Any], ...]:
     """``Problem``'s fields for each of ``"plain,silu+gated,centred"``.
 
-    The parts of an epilogue are joined by "+" in any order: "centred" (LayerNorm), one activation,
-    "gated", "residual". Raises ValueError, naming the word.
+    The parts of an epilogue are joined by "+" in any order: "bare" (no norm) or "centred"
+    (LayerNorm), one activation, "gated", "residual"; what is bare takes a residual at most. Raises
+    ValueError, naming the word.
     """
     found = []
     for word in (word.strip() for word in text.split(",")):
         parts = [] if word == "plain" else word.split("+")
         activations = [part for part in parts if part in ACTIVATIONS]
         known = {*activations, "centred", "gated", "residual"}
+        known = {"bare", "residual"} if "bare" in parts else known
         if not known.issuperset(parts) or len(activations) > 1 or len(set(parts)) < len(parts):
             raise ValueError(
                 f"{word!r} is no epilogue: give plain, or parts joined by + of centred, gated, "
-                f"residual and one of {', '.join(ACTIVATIONS)}"
+                f"residual and one of {', '.join(ACTIVATIONS)}; or bare, or bare+residual"
             )
         fields: dict[str, Any] = {"centred": "centred" in parts, "gated": "gated" in parts}
-        fields["has_residual"] = "residual" in parts
+        fields |= {"has_residual": "residual" in parts, "normed": "bare" not in parts}
         found.append({**fields, "activation": activations[0] if activations else ""})
     return tuple(found)
 
@@ -171,10 +173,12 @@ def problems(
             for epilogue in epilogues:
                 if epilogue.get("gated") and site.n % 2:
                     raise ValueError(f"N = {site.n} cannot be a gated pair: it must be even")
-                gain = site.has_gain or has_gain
-                plain = Problem(dtype, 1, site.n, site.k, site.has_bias, gain, tma, site.centred)
+                normed = epilogue.get("normed", True)
+                gain = normed and (site.has_gain or has_gain)
+                plain = Problem(dtype, 1, site.n, site.k, site.has_bias, gain, tma)
                 # A LayerNorm's site stays one, whatever else follows it.
-                more = {**epilogue, "centred": site.centred or epilogue.get("centred", False)}
+                centred = normed and (site.centred or epilogue.get("centred", False))
+                more = {**epilogue, "centred": centred}
                 for m in rows:
                     problem = replace(plain, m=m, **more)
                     found.setdefault(replace(problem, has_bias=False), problem)

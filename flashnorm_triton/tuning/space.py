@@ -4,9 +4,10 @@ Short lists rather than a grid. Each list holds the plans that were best or near
 four interleaved sweeps of an NVIDIA H200 over 84 cells (tests/measured_plans.json), and relatives
 that stand in where another shape's waves of tiles fall differently. In every measured cell the
 "quick" space holds a plan within 2 % of the best of all that were tried
-(tests/test_space.py prints by how much). "full" adds their neighbours. Split-K is not listed: it
-lost by 11 to 180 % in each of the 30 cells in which the swapped tiles were measured with it, and by
-5 to 110 % in each of the 20 of the GEMV, which has none left.
+(tests/test_space.py prints by how much). "full" adds their neighbours. Split-K is listed for
+linears without a norm alone, whose rows are long and features few. With a norm it lost by 11 to
+180 % in each of the 30 cells in which the swapped tiles were measured with it, and by 5 to 110 % in
+each of the 20 of the GEMV, which has none left.
 
 A new kernel family is one more list here.
 """
@@ -92,6 +93,18 @@ _SWAP_PAIRS = {
 }  # fmt: skip
 # Best of the swapped tiles with another epilogue at 128 and 256 rows
 _SWAP_FINISHED = ((64, 64, 4, 128, 0),)
+# The same for linears without a norm, whose K is worth sharing where features are few:
+# (BLOCK_N, BLOCK_K, stages, programs that share K)
+_SWAP_BARE = {
+    16: ((64, 128, 6, 1), (64, 256, 3, 4), (64, 128, 4, 4), (64, 256, 3, 2)),
+    32: ((64, 128, 5, 4), (64, 128, 6, 1), (64, 128, 5, 2)),
+}  # fmt: skip
+# ... and portable tiles: (BLOCK_N, BLOCK_K, stages)
+_TILES_BARE = ((16, 256, 4), (32, 256, 3), (16, 512, 3))
+_GEMV_BARE = (
+    (4, 1024, 4, 1), (2, 1024, 4, 1), (2, 2048, 8, 1), (4, 2048, 8, 1), (1, 2048, 8, 1),
+    (1, 1024, 4, 1), (8, 512, 2, 3), (2, 512, 2, 1),
+)  # fmt: skip
 # (squares, BLOCK_N, stages)
 _ROWS = (
     ("own", 256, 3), ("given", 128, 5), ("own", 128, 5), ("own", 128, 4), ("own", 64, 6),
@@ -127,6 +140,8 @@ def candidates(problem: Problem, device: Device, effort: str = "quick") -> tuple
 def _listed(problem: Problem, device: Device) -> Iterable[Plan]:
     """The lists that concern a problem, one after the other, without regard to fit."""
     rows = bucket(problem.m)
+    if not problem.normed:
+        yield from _bare(rows)
     if rows >= _OVERLAP_ROWS:
         yield OVERLAP
     gemv = _GEMV_FOLDED if rows == 1 and problem.epilogue else _GEMV.get(rows, ())
@@ -143,6 +158,21 @@ def _listed(problem: Problem, device: Device) -> Iterable[Plan]:
         # Beside the row tiles, only the large shape of the plain Triton GEMM was ever best.
         for m, n, warps, stages in _SCALED[: 2 if hopper else None]:
             yield Plan("stats_then_gemm", "scaled_gemm", m, n, 64, warps, stages)
+
+
+def _bare(rows: int) -> Iterable[Plan]:
+    """What is worth trying for a linear without a norm beside what is for one with."""
+    if rows <= 4:
+        for n, k, warps, stages in _GEMV_BARE:
+            yield Plan("single_pass", "gemv", rows, n, k, warps, stages)
+    if 1 < rows <= 32:
+        block_m = max(16, rows)
+        for n, k, stages, split in _SWAP_BARE[block_m]:
+            yield Plan(
+                "single_pass", "hopper_swap", block_m, n, k, 4, stages, in_flight=1, split_k=split
+            )
+        for n, k, stages in _TILES_BARE:
+            yield Plan("stats_then_gemm", "tiles", block_m, n, k, 4, stages, squares="given")
 
 
 def _hopper(problem: Problem, rows: int, sm_count: int) -> Iterable[Plan]:

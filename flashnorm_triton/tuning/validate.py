@@ -67,7 +67,8 @@ class Case:
     ``parts``: inputs (m, K), one a call, which together are many rows even where m is 1. ``rows``:
     indices, in the parts behind one another, of the rows that ``wanted`` (rows, N) holds in
     float64. ``stock``: the stock modules' relative and row-relative error. ``epilogue``: the
-    further arguments of ``norm_linear``; every part has the same residual.
+    further arguments of ``norm_linear``, or of ``linear`` if not ``normed``; every part has the
+    same residual.
     """
 
     parts: tuple[Tensor, ...]
@@ -79,6 +80,7 @@ class Case:
     wanted: Tensor
     stock: tuple[float, float]
     epilogue: dict[str, Any] = field(default_factory=dict)
+    normed: bool = True
 
 
 def make_rows(
@@ -110,7 +112,9 @@ def make_case(problem: Problem, weight: Tensor, eps: float = 1e-6) -> Case:
     n, device, dtype = problem.n, weight.device, weight.dtype
     x, gain, rows = _inputs(problem, max(_LEAST_OUTPUTS // n, _LEAST_ROWS), dtype, device)
     bias = torch.randn(n, device=device).to(dtype) if problem.has_bias else None
-    normed, stock_normed = _normed(x[rows], gain, eps, problem.centred)
+    normed, stock_normed = x[rows].double(), x[rows]
+    if problem.normed:
+        normed, stock_normed = _normed(x[rows], gain, eps, problem.centred)
     wanted = torch.cat([normed @ some.double().T for some in weight.split(_WEIGHT_ROWS)], dim=1)
     if bias is not None:
         wanted += bias.double()
@@ -121,7 +125,7 @@ def make_case(problem: Problem, weight: Tensor, eps: float = 1e-6) -> Case:
     wanted = _finish(wanted, problem, residual, rows)
     got = _finish(got, problem, residual, rows)
     parts, stock = x.split(problem.m), _errors(got, wanted)
-    return Case(parts, weight, gain, bias, eps, rows, wanted, stock, epilogue)
+    return Case(parts, weight, gain, bias, eps, rows, wanted, stock, epilogue, problem.normed)
 
 
 def _epilogue(problem: Problem, weight: Tensor, gain: Tensor | None) -> dict[str, Any]:
@@ -168,6 +172,9 @@ def _inputs(
     count = -(-least // problem.m) * problem.m
     # Where rows have next to no mean, what takes it off does next to nothing, right or wrong.
     x = make_rows(count, problem.k, dtype, device, off_centre=problem.centred)
+    if not problem.normed:
+        # Rows of one size, whose products no dtype overflows with.
+        x = torch.randn(count, problem.k, device=device).to(dtype)
     gain = (0.5 + torch.rand(problem.k, device=device)).to(dtype) if problem.has_gain else None
     return x, gain, _spread(len(x), device)
 
