@@ -205,6 +205,44 @@ def generate_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, An
     return figure
 
 
+def contenders_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Figure:
+    """Bars of GPU milliseconds, a panel a model and batch size: stock and patched in every mode.
+
+    What failed or gave other logits has no bar, and says so. Raises ``ResultsError`` when nothing
+    was measured.
+    """
+    if not report.measured(records):
+        raise results.ResultsError("no record has a time: every contender failed or disagreed")
+    panels: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for record in records:
+        panels.setdefault((record["model"], record["batch"]), []).append(record)
+    heights = [len(panel) for panel in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(WIDTH_IN, 0.27 * sum(heights) + 0.45 * len(panels) + 0.8),
+        squeeze=False, layout="constrained", height_ratios=heights,
+    )  # fmt: skip
+    for ax, ((model, batch), panel) in zip(axes.ravel(), panels.items(), strict=True):
+        most = max((r["ms"] for r in report.measured(panel)), default=1.0)
+        for y, record in enumerate(panel):
+            if record.get("error"):
+                ax.text(0, y, " not reported", color=LOSS, va="center", fontsize=8)
+                continue
+            stock = record["variant"] == "stock"
+            ax.barh(y, record["ms"], 0.7, color=STOCK if stock else OURS)
+            text = f" {record['ms']:.3g} ms"
+            if record["launches"]:
+                text += f", {record['launches']} kernels"
+            ratios = [f"{ratio:.2f}x {mode}" for mode, ratio in record["speedups"].items()]
+            ax.text(record["ms"], y, "   ".join([text, *ratios]), va="center", fontsize=8)
+        ax.set_yticks(range(len(panel)), [f"{r['variant']}  {r['mode']}" for r in panel])
+        ax.set_ylim(len(panel) - 0.4, -0.6)
+        ax.set_xlim(0, 1.75 * most)
+        ax.set_title(f"{model}, batch {batch}", fontsize=9, loc="left")
+    axes[-1][0].set_xlabel("milliseconds of GPU time")
+    figure.supxlabel(caption(header), fontsize=7.5, color=FAINT, x=0.99, ha="right")
+    return figure
+
+
 # What two streams are compared with, and how its line looks
 _RIVALS = {
     "sequential": ("the same work in one stream", OURS),
@@ -267,7 +305,12 @@ def overlap_figure(header: Mapping[str, Any], records: Sequence[Mapping[str, Any
 
 def draw(loaded: results.Results) -> Figure:
     """The figure that fits the records."""
-    kinds = {"over": overlap_figure, "op": speedup_figure, "mode": generate_figure}
+    kinds = {
+        "over": overlap_figure,
+        "op": speedup_figure,
+        "tokens": contenders_figure,
+        "mode": generate_figure,
+    }
     kind = next((kinds[k] for k in kinds if any(k in r for r in loaded.records)), None)
     if kind is None:
         raise results.ResultsError("there is no figure for records of this kind, or of none")

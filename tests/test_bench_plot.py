@@ -204,3 +204,22 @@ def test_without_a_name_it_writes_into_the_gpus_folder(tmp_path, monkeypatch):
 def test_a_bad_file_is_a_message(tmp_path, capsys):
     assert plot.main([str(tmp_path / "none.json")]) == 2
     assert "plot: cannot read" in capsys.readouterr().err
+
+
+def test_contenders_with_what_failed():
+    common = {"model": "llama-3.2-1b", "batch": 1, "tokens": 512, "dtype": "bfloat16"}
+    speed = {"tokens_per_s": 1.0, "fraction_of_bandwidth": 0.7}
+    records = [
+        {**common, **speed, "variant": "stock", "mode": "reduce-overhead", "ms": 1.5,
+         "launches": 400, "speedups": {}},
+        {**common, **speed, "variant": "block", "mode": "graph", "ms": 0.9, "launches": 140,
+         "speedups": {"reduce-overhead": 1.67}},
+        {**common, "variant": "norm", "mode": "graph", "error": "other logits"},
+    ]  # fmt: skip
+    figure = plot.draw(results.Results(HEAD, tuple(records)))
+    (ax,) = figure.axes
+    assert [patch.get_width() for patch in ax.patches] == [1.5, 0.9]
+    said = [text.get_text() for text in ax.texts]
+    assert "not reported" in said[2] and "140 kernels" in said[1] and "1.67x" in said[1]
+    with pytest.raises(results.ResultsError, match="no record has a time"):
+        plot.contenders_figure(HEAD, records[2:])
