@@ -153,7 +153,7 @@ class Rewriter:
             target.open("wb", buffering=0) as sink,
             ThreadPoolExecutor(1) as hasher,
         ):
-            _reserve(sink, len(header) + (entries[-1].stop if entries else 0))
+            reserve(sink, len(header) + (entries[-1].stop if entries else 0))
             reader = HashedReader(source, hasher, self._told)
             reader.skip(len(shard.header))
             write_all(sink, header)
@@ -391,7 +391,7 @@ def copy_hashed(path: Path, target: Path, advance: Callable[[int], object]) -> s
     return digest.hexdigest()
 
 
-def _reserve(sink: io.RawIOBase, size: int) -> None:
+def reserve(sink: io.RawIOBase, size: int) -> None:
     """Have the disk set aside all of a file's blocks at once; raises OSError when it is full.
 
     A file system that cannot is left to find them block by block.
