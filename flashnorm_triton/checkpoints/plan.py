@@ -112,7 +112,7 @@ def make_plan(
         untied = (untied[0], names.direct(untied[1]))
     _check(model, names)
     output = _path_of(model, model.get_output_embeddings())
-    sites = audit(model, head=head).sites
+    sites = audit(model, head=head, blocks=False).sites
     final = next((site.norm for site in sites if output in site.consumers), None)
     folds: dict[str, Fold] = {}
     kept: dict[str, str] = {}

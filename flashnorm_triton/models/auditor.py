@@ -33,6 +33,7 @@ def audit(
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     cancel: bool | str = False,
     head: bool = False,
+    blocks: bool = True,
 ) -> AuditReport:
     """Say of every norm of ``model`` whether it can be fused, with which modules, or why not.
 
@@ -42,8 +43,9 @@ def audit(
     positional ones) are needed only by models that take no ``input_ids``. ``head=True`` counts a
     norm as a site whose output modules inside the model also return (the final norm before the
     head); what the whole model returns stays as it is. ``cancel`` ("exact",
-    "fast") also looks for norms that can be dropped, as their readers are normalised again. Of a
-    model that is patched, what was found when it was patched is said again.
+    "fast") also looks for norms that can be dropped, as their readers are normalised again.
+    ``blocks=False`` does not look for whole layers that could be patched. Of a model that is
+    patched, what was found when it was patched is said again.
 
     Raises TypeError for something that is not a ``torch.nn.Module``.
     """
@@ -52,7 +54,7 @@ def audit(
     model = getattr(model, "_orig_mod", model)  # what torch.compile wrapped
     for site in sites_of(model):
         return site.audit
-    report, _ = _whole(model, example_inputs, head)
+    report, _ = _whole(model, example_inputs, head, blocks)
     if cancel:
         from flashnorm_triton.models.cancel import cancellations
 
@@ -62,7 +64,7 @@ def audit(
 
 
 def _whole(
-    model: nn.Module, example_inputs: Any, head: bool, part: bool = False
+    model: nn.Module, example_inputs: Any, head: bool, blocks: bool, part: bool = False
 ) -> tuple[AuditReport, set[str]]:
     """The report of one model, parts included, and the norms that no trace has reached.
 
@@ -84,17 +86,18 @@ def _whole(
         verdicts = {name: _verdict(name, traits[name], surroundings, head, part) for name in norms}
         _rehearse(tracer, modules, trace, traits, verdicts)
     report = _report(model, norms, traits, trace, verdicts)
-    operations = {name: flow.operations for name, flow in trace.flows.items()}
-    blocks = find_blocks(modules, report.sites, trace.calls, traits, operations)
-    report = replace(report, blocks=blocks)
+    if blocks:
+        operations = {name: flow.operations for name, flow in trace.flows.items()}
+        found = find_blocks(modules, report.sites, trace.calls, traits, operations)
+        report = replace(report, blocks=found)
     unseen = {name for name in norms if trace.failure or not trace.flows[name].calls}
     if example_inputs is None:
-        report, unseen = _with_parts(modules, report, unseen)
+        report, unseen = _with_parts(modules, report, unseen, blocks)
     return report, unseen
 
 
 def _with_parts(
-    modules: dict[str, nn.Module], report: AuditReport, unseen: set[str]
+    modules: dict[str, nn.Module], report: AuditReport, unseen: set[str], look_for_blocks: bool
 ) -> tuple[AuditReport, set[str]]:
     """Trace the parts of a model by themselves where its own forward did not lead to all norms.
 
@@ -110,7 +113,7 @@ def _with_parts(
         if not hasattr(module, "config") or not any(norm.startswith(inside) for norm in unseen):
             continue
         done.append(inside)
-        part, still_unseen = _whole(module, None, head=False, part=True)
+        part, still_unseen = _whole(module, None, False, look_for_blocks, part=True)
         known = {block.layer for block in blocks}
         found = [replace(block, layer=inside + block.layer) for block in part.blocks]
         blocks += [block for block in found if block.layer not in known]
