@@ -57,9 +57,9 @@ RUNS = (
     ("six", "graph", "sites"),
     ("six", "graph", "layers"),
     ("six", "graph", "logits"),
-    ("six", "eager", "layers"),
     ("shipped", "graph", "sites"),
     ("six", "compiled", "logits"),
+    ("six", "eager", "layers"),
 )
 WATCH = {"logits": False, "layers": True, "sites": "sites"}
 _BEHIND = 4_000_000  # cycles: longer than the host takes for a step
