@@ -3,7 +3,8 @@
 Given a mask, as any static cache gives one, transformers repeats keys and values for every query of
 a group before it calls ``scaled_dot_product_attention``, since torch's kernels for masks do not
 take groups; the repetition costs more than the attention. Torch's own cuDNN backend takes both.
-This is that call, and where cuDNN refuses it, the same call with the queries of a group as rows.
+This is that call. Where cuDNN refuses it the queries of a group are the rows of one head, or, heads
+being wide, keys and values are repeated after all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 _HALF = (torch.bfloat16, torch.float16)
 _WIDEST = 256
+_WIDEST_AS_ROWS = 128
 _refused: set[tuple[Any, ...]] = set()
 
 
@@ -74,7 +76,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
             raise
         except RuntimeError:  # a size that this cuDNN has no kernel for
             _refused.add(key)
-    return _as_rows(q, k, v, mask, scale)
+    if q.shape[3] <= _WIDEST_AS_ROWS:
+        return _as_rows(q, k, v, mask, scale)
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2).contiguous()
 
 
 def _as_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -26,11 +26,14 @@ _kernels: dict[tuple, Any] = {}
 _FEW_TILES, _MANY_TILES = 256, 1024
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, eps: float, gain: Tensor | None, one_plus: bool = False
+) -> Tensor:
     """``block_ops.add_rms_norm`` without gradients, of tensors that are just that."""
     key = (
         x.shape,
         eps,
+        one_plus,
         _traits(x),
         _traits(residual),
         residual.shape,
@@ -41,25 +44,25 @@ def add_rms_norm(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None) -
         check_add_rms_norm(x, residual, eps, gain)
 
         def in_torch(x: Tensor, gain: Tensor | None, residual: Tensor) -> Tensor:
-            return block_reference.add_rms_norm(x, residual, eps, gain).contiguous()
+            return block_reference.add_rms_norm(x, residual, eps, gain, one_plus).contiguous()
 
         def prepare() -> Callable[..., Tensor]:
-            return _prepare_norm(x, residual, float(eps), gain) or in_torch
+            return _prepare_norm(x, residual, float(eps), gain, one_plus) or in_torch
 
         return _first_call(key, "add_rms_norm", prepare, in_torch, x, gain, residual)
     return run(x, gain, residual)
 
 
 def _prepare_norm(
-    x: Tensor, residual: Tensor, eps: float, gain: Tensor | None
+    x: Tensor, residual: Tensor, eps: float, gain: Tensor | None, one_plus: bool
 ) -> Callable[..., Tensor] | None:
     given = [tensor for tensor in (x, residual, gain) if tensor is not None]
     if not _served(x) or not all(tensor.is_contiguous() for tensor in given):
         return None
     k = x.shape[-1]
-    kept = ("norm", k, x.get_device(), *map(_compiled_for, (x, residual, gain)))
+    kept = ("norm", k, one_plus, x.get_device(), *map(_compiled_for, (x, residual, gain)))
     if kept not in _kernels:
-        _kernels[kept] = launch.RmsNorm(k, gain is not None, x.dtype, has_residual=True)
+        _kernels[kept] = launch.RmsNorm(k, gain is not None, x.dtype, True, one_plus)
     geometry = launch.Geometry(x.numel() // k, k, x.shape[:-1], x.get_device())
     return on_device(_kernels[kept].bind(geometry, eps), x)
 

@@ -64,19 +64,21 @@ def linear(
     return torch.ops.flashnorm.linear(x, weight, bias, residual, scale)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, eps: float, gain: Tensor | None = None, *, one_plus: bool = False
+) -> Tensor:
     """residual + x / sqrt(mean(x^2) + eps) * gain over the last dimension, as one launch.
 
-    x and residual (..., K) in one dtype; gain (K,) in x's dtype or float32 (a ``1 + w`` norm passes
-    1 + w). Returns x's shape and dtype, contiguous, rounded once. Raises TypeError or ValueError
-    for dtypes, shapes, devices or an eps that do not fit.
+    x and residual (..., K) in one dtype; gain (K,) in x's dtype or float32, and 1 + that if
+    ``one_plus``. Returns x's shape and dtype, contiguous, rounded once. Raises TypeError or
+    ValueError for dtypes, shapes, devices or an eps that do not fit.
     """
     if plain_eager(x, residual, gain):
-        return block_dispatch.add_rms_norm(x, residual, eps, gain)
+        return block_dispatch.add_rms_norm(x, residual, eps, gain, one_plus)
     if _differentiated(x, residual, gain):
         check_add_rms_norm(x, residual, eps, gain)
-        return block_reference.add_rms_norm(x, residual, eps, gain)
-    return torch.ops.flashnorm.add_rms_norm(x, residual, eps, gain)
+        return block_reference.add_rms_norm(x, residual, eps, gain, one_plus)
+    return torch.ops.flashnorm.add_rms_norm(x, residual, eps, gain, one_plus)
 
 
 def rotary_heads(
@@ -170,7 +172,9 @@ _library = torch.library.Library("flashnorm", "FRAGMENT")
 _library.define(
     "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, float scale) -> Tensor"
 )
-_library.define("add_rms_norm(Tensor x, Tensor residual, float eps, Tensor? gain) -> Tensor")
+_library.define(
+    "add_rms_norm(Tensor x, Tensor residual, float eps, Tensor? gain, bool one_plus) -> Tensor"
+)
 _library.define(f"rotary_heads({_PACKED}, {_LAYOUT}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"rotary_heads_cached({_PACKED}, {_CACHES}, {_LAYOUT}) -> Tensor")
 
@@ -227,7 +231,7 @@ def _(
 
 
 @torch.library.register_fake("flashnorm::add_rms_norm", lib=_library)
-def _(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None) -> Tensor:
+def _(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None, one_plus: bool) -> Tensor:
     check_add_rms_norm(x, residual, eps, gain)
     return x.new_empty(x.shape)
 

@@ -46,8 +46,12 @@ def linear(
     return (wide if residual is None else wide + residual).to(z.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, eps: float, gain: Tensor | None) -> Tensor:
-    """residual + x / rms(x) * gain in x's dtype."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, eps: float, gain: Tensor | None, one_plus: bool
+) -> Tensor:
+    """residual + x / rms(x) * gain in x's dtype; the gain is 1 + what is given if ``one_plus``."""
+    if gain is not None and one_plus:
+        gain = 1.0 + gain.to(torch.promote_types(x.dtype, torch.float32))
     return (reference.normalise(x, eps, gain) + residual).to(x.dtype)
 
 

@@ -14,7 +14,13 @@ from torch.nn import functional
 from flashnorm_triton import attention
 
 BACKEND = "inductor" if HAS_GPU else "aot_eager"
-SHAPES = ((1, 4, 2, 16, 24), (3, 8, 1, 32, 17), (2, 4, 4, 64, 40), (2, 6, 2, 72, 33))
+SHAPES = (
+    (1, 4, 2, 16, 24),
+    (3, 8, 1, 32, 17),
+    (2, 4, 4, 64, 40),
+    (2, 6, 2, 72, 33),
+    (1, 4, 2, 160, 9),
+)
 
 
 def _case(

@@ -127,17 +127,20 @@ def test_add_rms_norm(dtype: torch.dtype, device: torch.device) -> None:
     for m, k in ((1, 48), (5, 100), (2, 9000)):
         size = torch.logspace(-2, 2, m)[:, None]
         x, residual = ((torch.randn(m, k) * size).to(device, dtype) for _ in range(2))
-        for gain in (None, torch.rand(k).add_(0.3).to(device, dtype)):
+        vector = torch.rand(k).add_(0.3).to(device, dtype)
+        for gain, plus in ((None, False), (vector, False), (vector, True)):
+            whole = gain.double() + 1 if plus else gain
             with poisoned():
-                ours = block_ops.add_rms_norm(x, residual, 1e-3, gain)
-            right = norm64(x, 1e-3, gain) + residual.double()
-            theirs = errors(stock_norm(x, 1e-3, gain) + residual, right)
+                ours = block_ops.add_rms_norm(x, residual, 1e-3, gain, one_plus=plus)
+            right = norm64(x, 1e-3, whole) + residual.double()
+            stock_gain = 1 + gain if plus else gain
+            theirs = errors(stock_norm(x, 1e-3, stock_gain) + residual, right)
             least = errors(right.to(dtype), right)
             floor = 2e-7 if dtype == torch.float32 else 0.0
             for value, *allowed in zip(errors(ours, right), theirs, least, strict=True):
                 assert value <= LIMIT * max(*allowed, floor)
     strided = torch.stack([x, x + 1], -1)[..., 0]
-    ours = block_ops.add_rms_norm(strided, residual, 1e-3, gain)
+    ours = block_ops.add_rms_norm(strided, residual, 1e-3, gain, one_plus=plus)
     assert errors(ours, right)[0] <= LIMIT * max(theirs[0], floor)
 
 

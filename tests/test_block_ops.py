@@ -172,10 +172,13 @@ def test_add_rms_norm(dtype: torch.dtype, device: torch.device) -> None:
     for m, k in ((1, 48), (5, 100)):
         size = torch.logspace(-2, 2, m)[:, None, None]
         x, residual = ((torch.randn(m, 1, k) * size).to(device, dtype) for _ in range(2))
-        for gain in (None, torch.rand(k).add_(0.3).to(device, dtype)):
-            ours = block_ops.add_rms_norm(x, residual, 1e-3, gain)
-            right = norm64(x, 1e-3, gain) + residual.double()
-            theirs = errors(stock_norm(x, 1e-3, gain) + residual, right)
+        vector = torch.rand(k).add_(0.3).to(device, dtype)
+        for gain, plus in ((None, False), (vector, False), (vector, True)):
+            whole = gain.double() + 1 if plus else gain
+            ours = block_ops.add_rms_norm(x, residual, 1e-3, gain, one_plus=plus)
+            right = norm64(x, 1e-3, whole) + residual.double()
+            stock_gain = 1 + gain if plus else gain
+            theirs = errors(stock_norm(x, 1e-3, stock_gain) + residual, right)
             assert ours.shape == x.shape and ours.dtype == dtype and ours.is_contiguous()
             tolerance = max(theirs[0], errors(right.to(dtype), right)[0], 1e-7)
             assert errors(ours, right)[0] <= LIMIT * tolerance

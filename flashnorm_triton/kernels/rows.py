@@ -75,8 +75,11 @@ def rms_norm_kernel(
     BLOCK_K: tl.constexpr,
     HAS_GAIN: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
 ):
     """y[m, k] = x[m, k] * s[m] (* gain[k]) (+ residual[m, k]), one rounding.
+
+    The gain is 1 + what is stored if ONE_PLUS.
 
     Grid: (M,). residual and y (M, K) contiguous.
     """
@@ -89,7 +92,8 @@ def rms_norm_kernel(
         x = tl.load(x_row + ks, mask=mask, other=0.0).to(tl.float32)
         y = x * rstd_of(tl.sum(x * x, axis=0), K, eps)
         if HAS_GAIN:
-            y *= tl.load(gain_ptr + ks, mask=mask, other=0.0).to(tl.float32)
+            gain = tl.load(gain_ptr + ks, mask=mask, other=0.0).to(tl.float32)
+            y *= gain + 1.0 if ONE_PLUS else gain
         y = plus_residual(y, residual_ptr, row * K + ks, mask, HAS_RESIDUAL)
         tl.store(y_row + ks, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
@@ -98,7 +102,8 @@ def rms_norm_kernel(
             tail = ks + k < K
             y_k = tl.load(x_row + ks + k, mask=tail, other=0.0).to(tl.float32) * s
             if HAS_GAIN:
-                y_k *= tl.load(gain_ptr + ks + k, mask=tail, other=0.0).to(tl.float32)
+                gain = tl.load(gain_ptr + ks + k, mask=tail, other=0.0).to(tl.float32)
+                y_k *= gain + 1.0 if ONE_PLUS else gain
             y_k = plus_residual(y_k, residual_ptr, row * K + ks + k, tail, HAS_RESIDUAL)
             tl.store(y_row + ks + k, y_k.to(y_ptr.dtype.element_ty), mask=tail)
 

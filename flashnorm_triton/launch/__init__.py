@@ -114,7 +114,7 @@ def _rotary_units() -> Iterator[CompileUnit]:
             angles = dtype if few else "float32"
             yield made.unit(f"rotary-{dtype}-{layout.head_dim}-{rotary}", dtype, angles)
     for dtype in TRITON_DTYPE:
-        made = RmsNorm(4096, True, getattr(torch, dtype), has_residual=True)
+        made = RmsNorm(4096, True, getattr(torch, dtype), has_residual=True, one_plus=True)
         yield made.kernel.unit(f"add_rms_norm-{dtype}-4096", dtype)
 
 

@@ -50,7 +50,12 @@ class RmsNorm:
     """The stand-alone norm, or residual + norm: y of x's shape and dtype, contiguous."""
 
     def __init__(
-        self, k: int, has_gain: bool, dtype: torch.dtype, has_residual: bool = False
+        self,
+        k: int,
+        has_gain: bool,
+        dtype: torch.dtype,
+        has_residual: bool = False,
+        one_plus: bool = False,
     ) -> None:
         from flashnorm_triton.kernels.rows import rms_norm_kernel
 
@@ -63,6 +68,7 @@ class RmsNorm:
                 "BLOCK_K": block_k,
                 "HAS_GAIN": has_gain,
                 "HAS_RESIDUAL": has_residual,
+                "ONE_PLUS": one_plus,
             },
             num_warps=4 if block_k <= 2048 else 8,
         )

@@ -248,7 +248,8 @@ class _Added:
         weight, bias = last._parameters["weight"], last._parameters["bias"]
         if self.gain is None:
             return linear(x, weight, bias, residual=residual, scale=scale)
-        return add_rms_norm(linear(x, weight, bias), residual, self.gain.eps, self.gain.effective())
+        inner, gain = linear(x, weight, bias), self.gain
+        return add_rms_norm(inner, residual, gain.eps, gain.weight, one_plus=gain.one_plus)
 
 
 def _interface(config: Any, eager: Callable[..., Any]) -> Callable[..., Any]:
