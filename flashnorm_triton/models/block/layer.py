@@ -215,7 +215,8 @@ class Runner:
         elif cache is not None and half.update_kwargs is None:
             k, v = cache.update(k, v, half.layer_index)
         elif cache is not None:
-            k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: kwargs})
+            given = {**dict(half.update_constants), **kwargs}
+            k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: given})
         return q, k, v
 
 

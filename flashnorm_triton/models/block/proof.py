@@ -86,7 +86,7 @@ def _unnumbered(spec: BlockSpec) -> BlockSpec:
 
 
 def _uncached(spec: BlockSpec) -> BlockSpec:
-    attention = replace(spec.attention, layer_index=None, update_kwargs=None)
+    attention = replace(spec.attention, layer_index=None, update_kwargs=None, update_constants=())
     return replace(spec, attention=attention)
 
 
@@ -240,19 +240,24 @@ class _Reading:
         return {
             "constants": tuple(constants),
             "passes": tuple(sorted(set(passes) - {_EXTRA})),
-            "update_kwargs": self._update_kwargs(updates, set(passes)),
+            **self._update_kwargs(updates, set(passes), dict(constants)),
         }
 
-    def _update_kwargs(self, updates: list[Event], passes: set[str]) -> str | None:
+    def _update_kwargs(
+        self, updates: list[Event], passes: set[str], constants: Mapping[str, Any]
+    ) -> dict[str, Any]:
         if not updates or (len(updates[0].args) == 1 and not updates[0].kwargs):
-            return None
+            return {"update_kwargs": None, "update_constants": ()}
         extra = updates[0].kwargs
         if len(updates[0].args) == 1 and len(extra) == 1:
             ((name, values),) = extra.items()
-            if isinstance(values, dict) and set(values) == passes:
+            if isinstance(values, dict) and passes <= set(values):
+                more = {key: value for key, value in values.items() if key not in passes}
                 given = self.run.arguments
-                if all(values[key] is given[key] for key in passes):
-                    return name
+                handed_on = all(values[key] is given[key] for key in passes)
+                known = all(constants.get(key, more) is value for key, value in more.items())
+                if handed_on and known:
+                    return {"update_kwargs": name, "update_constants": tuple(more.items())}
         raise Unproven("its cache is given more than keys and values")
 
     def _added(

@@ -23,7 +23,7 @@ class AttentionSpec:
     the keyword arguments that the attention function is always given; ``passes`` the layer's
     arguments that it is handed under their own names; ``post`` the norm of what the half adds, and
     ``scale`` the number that is multiplied with it. ``update_kwargs``: the cache's update is also
-    given the passed arguments, under this name.
+    given the passed arguments, under this name, and ``update_constants`` among them.
     """
 
     norm: str
@@ -38,6 +38,7 @@ class AttentionSpec:
     constants: tuple[tuple[str, Any], ...]
     passes: tuple[str, ...]
     update_kwargs: str | None
+    update_constants: tuple[tuple[str, Any], ...]
     output: str
     post: NormUse | None
     scale: float
