@@ -120,3 +120,19 @@ def test_two_thousand_tokens_are_those_of_the_stock_model(runs: list[int]) -> No
     runs.clear()
     assert torch.equal(greedy(model, ids, 2048), tokens)
     assert len(runs) == 2048 and len(set(tokens[0, -64:].tolist())) > 1
+
+
+def test_the_shipped_model_generates_the_same_to_its_last_position(runs: list[int]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from flashnorm_triton.demo_model import FOLDER
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    room, last = model.config.max_position_embeddings, 48
+    ids = torch.randint(3, model.config.vocab_size, (1, room - last))
+    tokens = greedy(model, ids, last)
+    fn.patch(model, level="block")
+    runs.clear()
+    assert torch.equal(greedy(model, ids, last), tokens)
+    assert len(runs) == last * model.config.num_hidden_layers

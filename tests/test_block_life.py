@@ -115,6 +115,9 @@ def test_recorded_outputs(runs: list[int]) -> None:
         assert not runs and len(ours.attentions) == 2
         for one, other in zip(ours.attentions, stock.attentions, strict=True):
             _close(one, other)
+        model.config.output_attentions = True  # not an argument: known by who records
+        assert len(model(ids).attentions) == 2 and not runs
+        model.config.output_attentions = False
         states = model(ids, output_hidden_states=True).hidden_states
     assert len(runs) == 2, "transformers' own hooks, once there, only see what is asked for"
     for one, other in zip(states, stock.hidden_states, strict=True):

@@ -22,7 +22,7 @@ def places_in(cache: Any, index: int | None, tokens: int, kinds: tuple[type, ...
     layers to and from the host, one that holds nothing yet, or a window that is running over.
     ``kinds`` are :func:`written_kinds`.
     """
-    if type(cache).update is not Cache.update or cache.offloading:
+    if type(cache).update is not Cache.update or getattr(cache, "offloading", True):
         return None
     layers = cache.layers
     if index is None or index >= len(layers):
