@@ -1,10 +1,11 @@
 """One way of running a model, in a process of its own, timed in turn with the others.
 
-Compiling takes most of a run's time and one core of the CPU. So every contender (a model, stock or
-patched, at a batch size, in a mode) compiles in its own process, all at the same time, and then
-waits. Their timings alternate: one round asks each for the GPU time of a few steps, while the
-others do nothing. Contenders that measure on the GPU while they compile (max-autotune) do so one
-by one, unless an earlier run has left what they chose in the compiler's cache.
+Compiling takes most of a run's time and one core of the CPU. So every contender that compiles (a
+model, stock or patched, at a batch size, in a mode) does so in its own process, all at the same
+time, and then waits; those that compile nothing share one. Their timings alternate: one round asks
+each for the GPU time of a few steps, while the others do nothing. Contenders that measure on the
+GPU while they compile (max-autotune) do so one by one, unless an earlier run has left what they
+chose in the compiler's cache.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ MODES = ("eager", "graph", "compiled", "reduce-overhead", "max-autotune")
 ``mode="reduce-overhead"``; ``mode="max-autotune-no-cudagraphs"`` captured in a CUDA graph."""
 _COMPILER = {"compiled": None, "reduce-overhead": "reduce-overhead",
              "max-autotune": "max-autotune-no-cudagraphs"}  # fmt: skip
-_PATIENCE_S = 400.0
+_ANSWER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,29 @@ def _patched(model: Any, level: str) -> Any:
     return None if level == "stock" else patch(model, level=level, revertible=False)
 
 
+class Loaded:
+    """A model, stock or patched, for all contenders of a process."""
+
+    def __init__(self, model: str, level: str, device: str) -> None:
+        from bench import decoders
+
+        self.model, self.device = decoders.make(model, device), device
+        # Of the model as it is before it is patched: with no cache, and with a place of it.
+        self._bytes = [decoders.step_bytes(self.model, 1, places) for places in (0, 1)]
+        self.handle = _patched(self.model, level)
+
+    def step_bytes(self, batch: int, tokens: int) -> int:
+        """Least bytes that a step reads."""
+        none, one = self._bytes
+        return none + batch * tokens * (one - none)
+
+
 class Steps:
     """A model that is ready to run the same step again and again."""
 
-    def __init__(self, what: Contender, device: str) -> None:
-        from bench import decoders
-
-        self.what, self.device = what, device
-        self.model = decoders.make(what.model, device)
-        self.bytes = decoders.step_bytes(self.model, what.batch, what.tokens)
-        self.handle = _patched(self.model, what.level)
+    def __init__(self, what: Contender, loaded: Loaded) -> None:
+        self.what, self.device, self.model = what, loaded.device, loaded.model
+        self.bytes = loaded.step_bytes(what.batch, what.tokens)
         vocab = self.model.config.vocab_size
         torch.manual_seed(1)
         self.cache: Any = None
@@ -69,12 +84,16 @@ class Steps:
         if what.task == "decode":
             self._fill_cache(vocab)
             length = 1
-        self.tokens = torch.randint(1, vocab, (what.batch, length), device=device)
+        self.tokens = torch.randint(1, vocab, (what.batch, length), device=self.device)
         forward = self._forward
         if what.mode in _COMPILER:
-            backend = {"mode": _COMPILER[what.mode]} if device == "cuda" else {"backend": "eager"}
+            on_gpu = self.device == "cuda"
+            backend = {"mode": _COMPILER[what.mode]} if on_gpu else {"backend": "eager"}
             forward = torch.compile(self._forward, fullgraph=True, **backend)
         self._run = self._captured(forward) if self._graphed else forward
+        for _ in range(3):
+            self.rewind()
+            self.step()
 
     @property
     def _graphed(self) -> bool:
@@ -178,90 +197,130 @@ class Steps:
         return found
 
 
-def _serve(pipe: Any, what: Contender, device: str, undisturbed: Any) -> None:
-    """The process of a contender: ready, then one answer a question until it is told to stop."""
-    try:
-        from bench import decoders  # noqa: F401  long imports, before anyone is kept waiting
-
-        with torch.no_grad():
-            with undisturbed or contextlib.nullcontext():
-                steps = Steps(what, device)
-                for _ in range(3):
-                    steps.rewind()
-                    steps.step()
-            pipe.send(("ready", steps.most))
+def _serve(pipe: Any, contenders: Sequence[Contender], device: str, undisturbed: Any) -> None:
+    """The process of contenders that share a model: tells of each that it is ready, or why not,
+    then gives one answer a question until it is told to stop."""
+    ready: dict[Contender, Steps] = {}
+    with torch.no_grad():
+        loaded = None
+        for what in contenders:
+            try:
+                loaded = loaded or Loaded(what.model, what.level, device)
+                with undisturbed or contextlib.nullcontext():
+                    ready[what] = Steps(what, loaded)
+                pipe.send((what, "ready", ready[what].most))
+            except BaseException as error:
+                pipe.send((what, "error", f"{type(error).__name__}: {error}"[:1500]))
+                traceback.print_exc()
+        with contextlib.suppress(EOFError):  # whoever asked is gone
             while (question := pipe.recv()) is not None:
-                pipe.send(("answer", getattr(steps, question[0])(*question[1:])))
-    except EOFError:
-        pass  # whoever asked is gone
-    except BaseException as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}"[:1500]))
-        traceback.print_exc()
+                what, name, *arguments = question
+                try:
+                    pipe.send((what, "answer", getattr(ready[what], name)(*arguments)))
+                except Exception as error:
+                    pipe.send((what, "error", f"{type(error).__name__}: {error}"[:1500]))
 
 
 class Group:
     """Contenders that are there at the same time and are timed in turn; a context manager.
 
-    ``cached``: what max-autotune chooses is in the compiler's cache, so nobody waits for anybody.
+    Those that compile nothing share a process. ``patience`` is the number of seconds after which
+    who is not ready is left out. ``cached``: what max-autotune chooses is in the compiler's cache,
+    so nobody waits for anybody. ``log`` is told when each is ready.
     """
 
     def __init__(
-        self, contenders: Sequence[Contender], device: str = "cuda", cached: bool = False
+        self,
+        contenders: Sequence[Contender],
+        device: str = "cuda",
+        *,
+        patience: float = 300.0,
+        cached: bool = False,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.contenders, self.device, self.cached = tuple(contenders), device, cached
+        self.patience, self.log = patience, log
         self.errors: dict[Contender, str] = {}
         self._pipes: dict[Contender, Any] = {}
         self._most: dict[Contender, int] = {}
-        self._processes: list[Any] = []
+        self._processes: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Group:
         # Every process would start a compiler for each core.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         lock = None if self.cached else multiprocessing.get_context("spawn").Lock()
-        for what in self.contenders:
-            self._start(what, lock if what.mode == "max-autotune" else None)
-        for what in self.contenders:
-            self._await(what)
+        hosts: dict[Any, list[Contender]] = {}
+        for what in sorted(self.contenders, key=lambda what: what.mode in _COMPILER):
+            shared = (what.model, what.level)
+            hosts.setdefault(what if what.mode in _COMPILER else shared, []).append(what)
+        for sharing in hosts.values():
+            self._start(sharing, lock if sharing[0].mode == "max-autotune" else None)
+        self.log(f"{len(self.contenders)} contenders start in {len(hosts)} processes")
+        self._gather(time.monotonic() + self.patience)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for pipe in self._pipes.values():
-            pipe.send(None)
-        for process in self._processes:
-            process.join(20)
+        for _, pipe in self._processes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        ended = time.monotonic() + 10
+        for process, _ in self._processes:
+            process.join(max(0.1, ended - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
 
-    def _start(self, what: Contender, lock: Any) -> None:
+    def _start(self, sharing: Sequence[Contender], lock: Any) -> None:
         context = multiprocessing.get_context("spawn")
         mine, its = context.Pipe()
-        process = context.Process(
-            target=_serve, args=(its, what, self.device, lock), name=what.name
-        )
+        process = context.Process(target=_serve, args=(its, sharing, self.device, lock))
         process.start()
         its.close()
-        self._pipes[what] = mine
-        self._processes.append(process)
+        self._processes.append((process, mine))
+        self._pipes |= dict.fromkeys(sharing, mine)
 
-    def _await(self, what: Contender) -> Any:
-        pipe = self._pipes[what]
+    def _gather(self, ended: float) -> None:
+        """Wait until every contender is ready or has failed, but not for ever."""
+        while waiting := [w for w in self.contenders if w in self._pipes and w not in self._most]:
+            pipes = list({id(self._pipes[w]): self._pipes[w] for w in waiting}.values())
+            found = connection.wait(pipes, max(0.0, ended - time.monotonic()))
+            for pipe in found:
+                self._hear(pipe)
+            if not found:
+                # A process that is still at one of its contenders answers for none.
+                busy = [self._pipes[what] for what in waiting]
+                for what in [w for w, pipe in self._pipes.items() if pipe in busy]:
+                    self._fail(what, f"not ready after {self.patience:.0f} s")
+
+    def _hear(self, pipe: Any) -> tuple[str, Any]:
+        """The next message of a process, taken in: its kind and, but for an error, its value."""
         try:
-            kind, value = pipe.recv() if pipe.poll(_PATIENCE_S) else ("error", "no answer in time")
-        except EOFError:
-            kind, value = "error", "its process ended"
+            what, kind, value = pipe.recv()
+        except (EOFError, OSError):
+            for what in [w for w, its in self._pipes.items() if its is pipe]:
+                self._fail(what, "its process ended")
+            return "error", None
         if kind == "error":
-            self.errors[what] = value
-            del self._pipes[what]
-            return None
+            self._fail(what, value)
+            return kind, None
         if kind == "ready":
             self._most[what] = value
-        return value
+            self.log(f"{what.name}: ready")
+        return kind, value
+
+    def _fail(self, what: Contender, why: str) -> None:
+        self.errors[what] = why
+        self._pipes.pop(what, None)
+        self.log(f"{what.name}: {why}")
 
     def ask(self, what: Contender, *question: Any) -> Any:
         """One answer of one contender; None, and ``errors`` says why, when it fails."""
-        self._pipes[what].send(question)
-        return self._await(what)
+        pipe = self._pipes[what]
+        pipe.send((what, *question))
+        if not pipe.poll(_ANSWER_S):
+            self._fail(what, f"no answer in {_ANSWER_S:.0f} s")
+            return None
+        return self._hear(pipe)[1]
 
     def running(self, some: Sequence[Contender]) -> list[Contender]:
         """Those of ``some`` that are ready and have not failed."""

@@ -187,9 +187,13 @@ def run(args: argparse.Namespace) -> int:
     failed = 0
     for cells in waves(args):
         everyone = [what for group in cells for what in group]
-        with Group(everyone, args.device, args.cached) as running:
-            ready = len(running.running(everyone))
-            log(f"{ready} of {len(everyone)} contenders are ready")
+        if args.budget and log.seconds > args.budget:
+            log(f"stopped at the budget of {args.budget:.0f} s before {everyone[0].model}")
+            failed += 1
+            break
+        with Group(
+            everyone, args.device, patience=args.patience, cached=args.cached, log=log
+        ) as running:
             if args.warm:
                 failed += len(running.errors)
                 continue
@@ -199,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
     if args.warm:
         return int(failed > 0)
     log(f"written: {path}")
-    return 1 if len(report.measured(records)) < len(records) else 0
+    return 1 if failed or len(report.measured(records)) < len(records) else 0
 
 
 def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
@@ -227,6 +231,10 @@ def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20 if task == "decode" else 2)
     parser.add_argument("--seconds", type=float, default=20, help="of timing, a cell (20)")
+    parser.add_argument(
+        "--patience", type=float, default=300, help="seconds to wait for a wave of contenders (300)"
+    )
+    parser.add_argument("--budget", type=float, help="seconds after which no wave is started")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
     args = parser.parse_args(argv)

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import contenders, decode, decoders
-from bench.contenders import Contender, Steps
+from bench.contenders import Contender, Loaded, Steps
 from flashnorm_triton import results
 
 TINY = Contender("tiny", "stock", "eager", 2, 16)
@@ -25,7 +25,7 @@ def _args(*words: str, task: str = "decode") -> Any:
 @pytest.fixture
 def steps() -> Steps:
     with torch.no_grad():
-        return Steps(TINY, "cpu")
+        return Steps(TINY, Loaded("tiny", "stock", "cpu"))
 
 
 class Quiet:
@@ -40,7 +40,7 @@ class Together:
 
     def __init__(self, group: list[Contender], spoil: Any = None) -> None:
         self.errors: dict[Contender, str] = {}
-        self.steps = {what: Steps(what, "cpu") for what in group}
+        self.steps = {what: Steps(what, Loaded(what.model, what.level, "cpu")) for what in group}
         if spoil is not None:
             spoil(self.steps[group[-1]].model)
 
@@ -154,13 +154,22 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_group_of_processes() -> None:
-    """Two processes, one of which fails: its reason is kept and the other is timed."""
-    good, bad = TINY, Contender("tiny", "no such level", "eager", 2, 16)
-    with contenders.Group([good, bad], "cpu") as group:
-        assert group.running([good, bad]) == [good]
+    """Two share a process and are timed; reasons of one that fails and of one that is late are
+    kept."""
+    good, too, bad = TINY, Contender("tiny", "stock", "eager", 1, 16), Contender(
+        "tiny", "no such level", "eager", 2, 16
+    )  # fmt: skip
+    said: list[str] = []
+    with contenders.Group([good, bad, too], "cpu", log=said.append) as group:
+        assert group.running([good, bad, too]) == [good, too] and len(group._processes) == 2
         assert "level" in group.errors[bad]
-        times = group.times([good, bad], 2, 2, lambda: False)
-    assert list(times) == [good] and len(times[good]) == 2
+        times = group.times([good, bad, too], 2, 2, lambda: False)
+        assert group.ask(good, "no such question") is None
+        assert "no such question" in group.errors[good]
+    assert list(times) == [good, too] and len(times[good]) == 2
+    assert any("batch 1" in line and "ready" in line for line in said)
+    with contenders.Group([good], "cpu", patience=0.0) as group:
+        assert group.errors == {good: "not ready after 0 s"} and not group.running([good])
 
 
 @pytest.mark.parametrize("task", ["decode", "prefill"])
