@@ -16,7 +16,7 @@ _MAPPINGS = (
 )
 _LAYERS = 1
 _AT_LEAST = 170
-_PROCESSES, _PORTIONS = 2, 6
+_PROCESSES, _PORTIONS = 2, 4
 
 
 def _language_model_types() -> list[str]:

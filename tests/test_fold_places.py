@@ -194,6 +194,39 @@ def test_weights_of_eight_bits_are_left_alone(source: Path, tmp_path: Path) -> N
     assert not torch.equal(before[changed], after[changed])
 
 
+def test_a_model_of_parts_whose_names_are_stored_with_other_prefixes(tmp_path: Path) -> None:
+    """Language model and vision tower of one checkpoint; both fold, and pictures are still seen."""
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+    )
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    text = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, vocab_size=99)
+    eyes = CLIPVisionConfig(**sizes, num_attention_heads=2, image_size=28, patch_size=14)
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=text, vision_config=eyes, image_token_index=98)
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
+    model.save_pretrained(tmp_path / "src")
+    fn.fold_checkpoint(tmp_path / "src", tmp_path / "dst", progress=False)
+    folded = {fold["gain"] for fold in record(tmp_path / "dst")["folds"]}
+    assert "language_model.model.layers.1.input_layernorm.weight" in folded
+    assert any(name.startswith("vision_tower") for name in folded)
+    ids = torch.cat([torch.full((2, 4), 98), torch.randint(0, 90, (2, 9))], 1)
+    seen = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 28, 28).double()}
+    logits = [
+        LlavaForConditionalGeneration.from_pretrained(folder).double().eval()(**seen).logits
+        for folder in (tmp_path / "src", tmp_path / "dst")
+    ]
+    assert torch.linalg.vector_norm(logits[1] - logits[0]) < 1e-6 * logits[0].norm()
+    assert len(folded) == 9 and not torch.equal(*logits)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EOPNOTSUPP])
 def test_room_is_set_aside_where_the_disk_can(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -32,7 +32,7 @@ def test_memory_is_bounded_and_the_committed_measurement_is_within_its_limits(
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
     out = tmp_path / "fold.json"
-    arguments = ["--gigabytes", "0.4", "--shard-gigabytes", "0.1", "--rounds", "1"]
+    arguments = ["--gigabytes", "0.4", "--shard-gigabytes", "0.1", "--rounds", "1", "--no-parts"]
     monkeypatch.setattr(
         sys, "argv", ["fold.py", *arguments, "--folder", str(tmp_path), "--out", str(out)]
     )
