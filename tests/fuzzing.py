@@ -137,16 +137,13 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
     m = draw(sizes.rows)
     shape = {"none": (k,), "one": (m, k), "two": (2, m, k), "three": (1, m, 2, k)}[lead]
     count = math.prod(shape[:-1])
-    allowed = [kind for kind, scale in ROWS.items() if dtype != torch.float16 or scale < 5e4]
-    kinds = tuple(draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=min(count or 1, 6))))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
 
     def new(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator)
 
-    kinds = tuple(kinds[i % len(kinds)] for i in range(count))
-    x = torch.stack([_row(kind, new(k), dtype) for kind in kinds]) if count else new(0, k)
-    x = x.reshape(shape).to(device, dtype)
+    kinds, x = rows_of(draw, shape, dtype, generator)
+    x = x.to(device)
     centred = draw(st.integers(0, 3)) == 0
     weight = (new(n, k) / math.sqrt(k)).to(device, dtype)
     bias = new(n).to(device, dtype) if draw(st.booleans()) else None
@@ -195,6 +192,24 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
         None if gain is None else lay("gain", gain, repeats=False),
         more, kinds, spoilt,
     )  # fmt: skip
+
+
+def rows_of(
+    draw: Any, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> tuple[tuple[str, ...], Tensor]:
+    """Rows (..., K) of drawn kinds, and the kind of each."""
+    count, k = math.prod(shape[:-1]), shape[-1]
+    allowed = [kind for kind, scale in ROWS.items() if dtype != torch.float16 or scale < 5e4]
+    some = draw(st.lists(st.sampled_from(allowed), min_size=1, max_size=min(count or 1, 6)))
+    kinds = tuple(some[i % len(some)] for i in range(count))
+    rows = [_row(kind, torch.randn(k, generator=generator), dtype) for kind in kinds]
+    x = torch.stack(rows) if rows else torch.empty(0, k)
+    return kinds, x.reshape(shape).to(dtype)
+
+
+def rounding_of(dtype: torch.dtype) -> tuple[float, float, float]:
+    """The unit roundoff, the least number that is surely kept, and the largest."""
+    return _ROUNDING[dtype], _LEAST[dtype], torch.finfo(dtype).max
 
 
 def _row(kind: str, x: Tensor, dtype: torch.dtype) -> Tensor:
