@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashnorm_triton.tuning import aot
+
 try:
     import fcntl
 except ImportError:  # no such locks on this system
@@ -41,7 +43,7 @@ class Run:
         return {(r["name"], r["target"]): r for r in rows}
 
     def text(self, name: str, target: str = "sm90", kind: str = "ttgir") -> str:
-        return (self.texts / f"{name}.{target}.{kind}").read_text()
+        return (self.texts / f"{aot.stem(name, target)}.{kind}").read_text()
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

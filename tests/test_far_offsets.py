@@ -7,6 +7,7 @@ stride make must be 64 bits wide before they are multiplied.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -27,44 +28,64 @@ pytest.importorskip("triton")
 # Without a GPU
 
 
+# Programs of these walk the rows along x alone: what comes of y are places within a row.
+ALONG_X = ("@heads_kernel", "@rotary_heads_kernel")
+_SMALL = re.compile(r"(?:constant |dense<)\d{1,5}(?:>| |$)")
+
+
+class Slices:
+    """The operations that values of a function come from; loops are not followed around."""
+
+    def __init__(self, function: Op) -> None:
+        self.makes: dict[Value, Op] = {}
+        for op in function.walk():
+            self.makes |= dict.fromkeys(op.results, op)
+
+    def of(self, value: Value, stop: tuple[str, ...] = ()) -> Iterator[Op]:
+        """Every operation behind a value, but for what is behind those named in ``stop``."""
+        todo, seen = [value], set()
+        while todo:
+            op = self.makes.get(todo.pop())
+            if op is None or op in seen:
+                continue
+            seen.add(op)
+            yield op
+            if op.name not in ("tt.load", "ttg.local_load", "scf.for", "scf.while", *stop):
+                todo += op.operands
+
+    def is_small(self, value: Value) -> bool:
+        op = self.makes.get(value)
+        return op is not None and op.name == "arith.constant" and bool(_SMALL.search(op.text))
+
+    def is_remainder(self, value: Value) -> bool:
+        op = self.makes.get(value)
+        return op is not None and op.name[:9] == "arith.rem" and self.is_small(op.operands[1])
+
+
 def narrow_products(function: Op) -> list[str]:
     """Pointer offsets that go back to a 32-bit product which can pass 2**31.
 
-    A product of a constant below 2**16 and a program's number counts rows or columns. Any other
-    one in 32 bits, of a whole tile's indices or with an argument (a stride), is one too narrow.
+    A program's number times a constant below 2**16 counts rows or columns, and a remainder is
+    small. Any other product in 32 bits, of a whole tile's indices or with an argument (a stride),
+    is one too narrow.
     """
-    makes: dict[Value, Op] = {}
-    inner: dict[Value, Value] = {}
-    for op in function.walk():
-        makes |= dict.fromkeys(op.results, op)
-    small = {
-        op.results[0]
-        for op in function.walk()
-        if op.name == "arith.constant"
-        and re.search(r"(?:constant |dense<)\d{1,5}(?:>| |$)", op.text)
-    }
-    found, seen = [], set()
-
-    def follow(value: Value, pointer: Op) -> None:
-        value = inner.get(value, value)
-        if value in seen or value not in makes:
-            return
-        seen.add(value)
-        op = makes[value]
-        if op.name == "arith.muli" and op.text.rstrip("}").rstrip().endswith("i32"):
-            scalar = "tensor<" not in op.text
-            if not (scalar and any(operand in small for operand in op.operands)):
+    slices, found = Slices(function), []
+    along_x = any(name in function.text for name in ALONG_X)
+    for pointer in function.walk():
+        if pointer.name != "tt.addptr":
+            continue
+        for op in slices.of(pointer.operands[1], stop=("arith.muli",)):
+            if op.name != "arith.muli" or "i32" not in op.text.rpartition(" : ")[2]:
+                continue
+            small = any(map(slices.is_small, op.operands))
+            from_x = any(
+                behind.name == "tt.get_program_id" and behind.text.split()[1] == "x"
+                for behind in slices.of(op.results[0])
+            )
+            counts = "tensor<" not in op.text or (along_x and not from_x)
+            counts = counts or any(map(slices.is_remainder, op.operands))
+            if not (small and counts):
                 found.append(f"line {op.line}: {op.text} (address of line {pointer.line})")
-                return
-        if op.name in ("tt.load", "scf.for", "scf.while", "scf.if", "ttg.local_load"):
-            return
-        for operand in op.operands:
-            follow(operand, pointer)
-
-    for op in function.walk():
-        if op.name == "tt.addptr":
-            seen.clear()
-            follow(op.operands[1], op)
     return found
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from flashnorm_triton import dispatch, limits, runtime
 from flashnorm_triton.ops import norm_linear, rms_norm
-from flashnorm_triton.plans import Plan
+from flashnorm_triton.plans import Plan, Problem
 
 pytest.importorskip("triton")
 LONG = os.environ.get("FLASHNORM_FUZZ") == "long"
@@ -101,23 +101,22 @@ def roundings(call: Call, plan: Plan | None) -> int:
     return 2 if plan.form == "tiles" and call.gain is not None else 1
 
 
-def serves(plan: Plan, call: Call) -> bool:
-    """Whether the plan has to run the call; it refuses any other."""
-    dtype, problem = call.x.dtype, _problem(call)
+def serves(plan: Plan, problem: Problem) -> bool:
+    """Whether the plan has to run the problem; it refuses any other."""
+    dtype = getattr(torch, problem.dtype)
     if HAS_GPU:
         facts = runtime.device_facts(torch.cuda.current_device())
         return limits.unfit(plan, problem, facts) is None
     if limits.unserved(plan, problem) or not takes_dtype(plan, dtype):
         return False
-    if call.gain is not None and not takes_gain(plan, dtype):
+    if problem.has_gain and not takes_gain(plan, dtype):
         return False
     return problem.tma or not takes_whole_pieces(plan)
 
 
-def _problem(call: Call):
+def problem_of(call: Call) -> Problem:
     x, weight, eps, bias, gain, more, _, _ = call
-    epilogue = dispatch.Epilogue(**more)
-    whole = dispatch.Call(x, weight, eps, bias, gain, epilogue)
+    whole = dispatch.Call(x, weight, eps, bias, gain, dispatch.Epilogue(**more))
     return whole.problem(dispatch._matrix(x))
 
 
@@ -133,7 +132,7 @@ def test_a_plan_runs_right_or_refuses(plan: Plan) -> None:
     def check(call: Call) -> None:
         empty = not call.x.numel() or not call.weight.numel()
         with strict():
-            if empty or serves(plan, call):
+            if empty or serves(plan, problem_of(call)):
                 judge(call, run(call, plan), roundings(call, plan))
             else:
                 with pytest.raises((ValueError, TypeError), match="plan"):

@@ -16,10 +16,10 @@ from fake_gpu import AMPERE, gpu
 from fuzzing import EPS, rounding_of, rows_of, strided
 from hypothesis import given
 from hypothesis import strategies as st
-from test_fuzz import DEVICE, DTYPES, SIZES, profile, strict
+from test_fuzz import DEVICE, DTYPES, PLANS, SIZES, profile, serves, strict
 from torch import Tensor
 
-from flashnorm_triton import block_ops
+from flashnorm_triton import block_ops, dispatch
 from flashnorm_triton.heads import Head, HeadNorms, Heads
 
 pytest.importorskip("triton")
@@ -91,15 +91,20 @@ def test_linear(source: Drawn, m: int, n: int, k: int, scale: float, data: Any) 
     x, weight = source.new(m, k), source.new(n, k, strange=False) / math.sqrt(k)
     bias = source.new(n) if data.draw(st.booleans()) else None
     residual = source.new(m, n) if data.draw(st.booleans()) else None
+    more = dispatch.Epilogue(residual=residual, normed=False, scale=scale)
+    problem = dispatch.Call(x, weight, 0.0, bias, None, more).problem(dispatch._matrix(x))
+    able = [plan for plan in PLANS if m and n and serves(plan, problem)]
+    plan = data.draw(st.sampled_from([None, *able]))
     with on_a_gpu(), strict():
-        y = block_ops.linear(x, weight, bias, residual=residual, scale=scale)
+        y = block_ops.linear(x, weight, bias, residual=residual, scale=scale, plan=plan)
     assert y.is_contiguous() and y.dtype == x.dtype
     z = x.double() @ weight.double().T
     z = z if bias is None else z + bias.double()
     ref = z * scale if residual is None else z * scale + residual.double()
     size = x.double().abs() @ weight.double().abs().T
     # The library's product is rounded once more where something follows it.
-    off = scale * (rounding_of(x.dtype)[0] * z.abs() * 2 + 4 * (k + 16) * 2.0**-24 * size)
+    again = 2 if plan is None or plan.form == "library" else 0
+    off = scale * (rounding_of(x.dtype)[0] * z.abs() * again + 4 * (k + 16) * 2.0**-24 * size)
     close(y, ref, off + rounding_of(x.dtype)[1])
 
 
@@ -142,7 +147,11 @@ def test_rotary_heads(
         places = torch.randperm(length, generator=source.generator)[:tokens].to(DEVICE)
         kept = [torch.randn(batch, kv, length, width).to(DEVICE, source.dtype) for _ in range(2)]
         before = [cache.clone() for cache in kept]
-        more |= {"key_cache": kept[0], "value_cache": kept[1], "cache_position": places}
+        given = places
+        if data.draw(flag):  # one place after the other from the first on
+            given = torch.tensor(data.draw(st.integers(0, length - tokens)), device=DEVICE)
+            places = given + torch.arange(tokens, device=DEVICE)
+        more |= {"key_cache": kept[0], "value_cache": kept[1], "cache_position": given}
     with on_a_gpu(), strict():
         found = block_ops.rotary_heads(qkv, cos, sin, heads=(q, kv), head_dim=width, **more)
     heads = qkv.unflatten(-1, (-1, width)).transpose(1, 2)

@@ -288,11 +288,16 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
+def stem(name: str, target: str) -> str:
+    """How the files of a unit's texts for a target are called, but for their kind."""
+    return re.sub(r"[^\w.=-]+", "_", f"{name}.{target}")
+
+
 def _write_texts(result: Compiled, folder: Path) -> None:
-    stem = re.sub(r"[^\w.=-]+", "_", f"{result.name}.{result.target}")
-    (folder / f"{stem}.ttgir").write_text(result.ttgir)
+    path = folder / stem(result.name, result.target)
+    path.with_name(f"{path.name}.ttgir").write_text(result.ttgir)
     kind = "ptx" if result.target.startswith("sm") else "amdgcn"
-    (folder / f"{stem}.{kind}").write_text(result.assembly)
+    path.with_name(f"{path.name}.{kind}").write_text(result.assembly)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
