@@ -57,6 +57,14 @@ class Slices:
         op = self.makes.get(value)
         return op is not None and op.name == "arith.constant" and bool(_SMALL.search(op.text))
 
+    def is_grid(self, value: Value) -> bool:
+        op = self.makes.get(value)
+        return op is not None and op.name in ("tt.get_program_id", "tt.get_num_programs")
+
+    def is_closed(self, value: Value) -> bool:
+        """Whether all behind a value is made in the function: places within a tile, constants."""
+        return all(operand in self.makes for op in self.of(value) for operand in op.operands)
+
     def is_remainder(self, value: Value) -> bool:
         op = self.makes.get(value)
         return op is not None and op.name[:9] == "arith.rem" and self.is_small(op.operands[1])
@@ -65,9 +73,9 @@ class Slices:
 def narrow_products(function: Op) -> list[str]:
     """Pointer offsets that go back to a 32-bit product which can pass 2**31.
 
-    A program's number times a constant below 2**16 counts rows or columns, and a remainder is
-    small. Any other product in 32 bits, of a whole tile's indices or with an argument (a stride),
-    is one too narrow.
+    A program's number times a constant below 2**16 counts rows or columns, times the number of
+    programs it counts tiles, and a remainder is small. Any other product in 32 bits, of a whole
+    tile's indices or with an argument (a stride), is one too narrow.
     """
     slices, found = Slices(function), []
     along_x = any(name in function.text for name in ALONG_X)
@@ -78,13 +86,16 @@ def narrow_products(function: Op) -> list[str]:
             if op.name != "arith.muli" or "i32" not in op.text.rpartition(" : ")[2]:
                 continue
             small = any(map(slices.is_small, op.operands))
-            from_x = any(
-                behind.name == "tt.get_program_id" and behind.text.split()[1] == "x"
+            programs = {
+                behind.text.split()[1]
                 for behind in slices.of(op.results[0])
-            )
-            counts = "tensor<" not in op.text or (along_x and not from_x)
-            counts = counts or any(map(slices.is_remainder, op.operands))
-            if not (small and counts):
+                if behind.name == "tt.get_program_id"
+            }
+            within = slices.is_closed(op.results[0]) and not programs
+            within = within or (along_x and "x" not in programs)
+            counts = small and ("tensor<" not in op.text or within)
+            counts = counts or (small and any(map(slices.is_remainder, op.operands)))
+            if not (counts or all(map(slices.is_grid, op.operands))):
                 found.append(f"line {op.line}: {op.text} (address of line {pointer.line})")
     return found
 
