@@ -32,11 +32,13 @@ _PLAIN_LAUNCHES = 16
 _DRAWS = 3
 
 
-# A LayerNorm; a gated pair with all that can follow it; an activation alone.
+# A LayerNorm; a gated pair with all that can follow it; an activation alone; no norm, as a block's
+# second linears are.
 _EPILOGUES: tuple[dict[str, Any], ...] = (
     {"centred": True},
     {"activation": "silu", "gated": True, "has_residual": True},
     {"activation": "gelu_tanh"},
+    {"normed": False, "has_residual": True},
 )
 
 
