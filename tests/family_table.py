@@ -174,11 +174,15 @@ FAMILIES: list[Family] = [
     Family("falcon", 2, {**_COMMON, "hidden_size": 64, "num_hidden_layers": 2,
                          "num_attention_heads": 4}),
     *[Family(name, 10, _T5, alone=2, task="Seq2SeqLM") for name in ("t5", "mt5", "umt5")],
+    Family("t5gemma", 10, {**_COMMON, "encoder": _DECODER, "decoder": _DECODER}, alone=2,
+           task="Seq2SeqLM"),
     *[Family(name, 10, _BART, task="Seq2SeqLM")
       for name in ("pegasus", "mbart", "m2m_100", "blenderbot")],
     Family("whisper", 10, {**_BART, "num_mel_bins": 8, "max_source_positions": 16,
                            "max_target_positions": 64}, task="",
            inputs={"input_features": (2, 8, 32), "decoder_input_ids": (2, 5)}),
+    Family("qwen2_audio_encoder", 4, {**_BART, "num_mel_bins": 8, "max_source_positions": 16},
+           task="", inputs={"input_features": (2, 8, 32)}),
     *[Family(name, 4, _ENCODER, task="") for name in
       ("eurobert", "esm", "roberta-prelayernorm", "megatron-bert")],
     Family("clip_text_model", 4, {**_ENCODER, "eos_token_id": 2}, task=""),

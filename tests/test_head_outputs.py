@@ -28,19 +28,13 @@ WITH_HEAD = {
     "t5gemma": ("norm_only", "fuse"),
 }
 BARE = ("llama", "gpt2", "t5", "pegasus", "whisper", "t5gemma", "vit", "aimv2_vision_model", "esm")
-_TASKS = {"whisper": "SpeechSeq2Seq", "t5gemma": "Seq2SeqLM"}
+_TASKS = {"whisper": "SpeechSeq2Seq"}
 
 
 def _built(name: str, bare: bool) -> tuple[nn.Module, dict[str, Tensor]]:
     import transformers
 
-    if name == "t5gemma":
-        part = {k: v for k, v in BY_NAME["gemma2"].settings.items() if k != "sliding_window"}
-        family = Family(name, 0, {"encoder": part, "decoder": part, "vocab_size": 97,
-                                  "pad_token_id": 0, "eos_token_id": None},
-                        task="Seq2SeqLM")  # fmt: skip
-    else:
-        family = BY_NAME[name]
+    family = BY_NAME[name]
     task = "" if bare else _TASKS.get(name, family.task)
     both = family.task == "Seq2SeqLM"
     family = Family(name, 0, family.settings, task=task, inputs=family.inputs)

@@ -334,8 +334,8 @@ class Tracer:
         except Exception as error:
             first = _first(args, kwargs)
             row = next((row for row in UNSEEN if row.fits(module, first)), None)
-            if first is None or not (row or isinstance(error, _DEPENDS_ON_DATA)):
-                raise
+            if not name or first is None or not (row or isinstance(error, _DEPENDS_ON_DATA)):
+                raise  # a model that depends on data as a whole has not been followed
         self._stack[self._stack.index(name) + 1 :] = []
         self.failed_at = None
         with self._follower.looking_away():
