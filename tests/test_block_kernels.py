@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from flashnorm_triton.plans import UNFUSED, Plan, Problem
 from flashnorm_triton.tuning import rig, validate
 
 pytest.importorskip("triton")
-# A kernel that fails gives way to torch, with a warning.
-pytestmark = pytest.mark.filterwarnings("error:flashnorm_triton:RuntimeWarning")
 
 # The interpreter truncates where it should round to bfloat16.
 DTYPES = (torch.float16, torch.float32) + ((torch.bfloat16,) if HAS_GPU else ())
@@ -32,14 +29,17 @@ WIDE = {
 }
 
 
+def _no_way_out(reason: str, *more: Any, **others: Any) -> None:
+    raise AssertionError(f"a kernel gave way to torch: {reason}")
+
+
 @pytest.fixture(autouse=True)
-def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels on a CPU as well, and nothing kept from or for other tests."""
     monkeypatch.setattr(block_dispatch, "_served", lambda x: x.dtype != torch.float64)
     monkeypatch.setattr(block_dispatch, "_ready", {})
     monkeypatch.setattr(block_dispatch, "_kernels", {})
-    fallback.forget()
-    yield
+    monkeypatch.setattr(fallback, "warn_once", _no_way_out)
 
 
 def _launched(case: dict[str, Any], layout: Layout, **more: Any) -> tuple[Tensor, ...]:

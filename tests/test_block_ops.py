@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from flashnorm_triton import block_ops
+from flashnorm_triton import attention, block_ops  # noqa: F401  registers its operation
 from flashnorm_triton.block_reference import Layout
 
 BACKEND = "inductor" if HAS_GPU else "aot_eager"
@@ -253,6 +253,29 @@ def test_caches_in_a_compiled_graph(device: torch.device) -> None:
     for mine, right in zip(caches[2:], caches[:2], strict=True):
         assert torch.equal(mine, right)
         assert mine.any(-1).all(1).all(0).tolist() == [False, False, True, True, False, True]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_registered_is_what_runs(device: torch.device) -> None:
+    """Arguments that are written to are declared, others stay; fake results are as real ones."""
+    ops = torch.ops.flashnorm
+    case, layout = heads_case("qk-norm", 2, 1, torch.float16, device)
+    packed = tuple(case.get(key) for key in ("qkv", "cos", "sin", "q_gain", "k_gain"))
+    caches = torch.zeros(2, 2, 2, 5, 16, device=device, dtype=torch.float16).unbind()
+    x, weight, residual = (torch.randn(3, 3, device=device) for _ in range(3))
+    q, mask = torch.randn(2, 4, 1, 16, device=device), torch.zeros(2, 1, 1, 5, device=device)
+    k = torch.randn(2, 2, 5, 16, device=device)
+    calls = {
+        ops.linear.default: (x, weight, None, residual, 0.5),
+        ops.add_rms_norm.default: (x, residual, 1e-3, x[0], True),
+        ops.rotary_heads.default: (*packed, *layout),
+        ops.rotary_heads_cached.default: (
+            *packed, *caches, torch.tensor([3], device=device), *layout
+        ),
+        ops.grouped_attention.default: (q, k, k + 1, mask, 0.3),
+    }  # fmt: skip
+    for op, args in calls.items():
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_fake_tensors() -> None:
