@@ -256,3 +256,14 @@ def test_linear_that_computes_something_else_is_no_plain_linear() -> None:
     model = nn.Sequential(nn.RMSNorm(24, eps=1e-5), ScaledLinear(24, 40, bias=False))
     (site,) = audit(model, example_inputs=(torch.randn(2, 5, 24),)).sites
     assert site.consumer_kinds == ("router",) and site.form == "experts"
+
+
+def test_config_that_takes_no_attention_but_its_own() -> None:
+    """Whether its layers are blocks cannot be found out then; its norms are audited anyway."""
+    try:
+        model = build(default_config("hrm_text", 1))
+    except ValueError:
+        pytest.skip("this release of transformers has no hrm_text")
+    report = audit(model)
+    assert all(block.level == "norm" for block in report.blocks) and report.blocks
+    assert "takes no other attention" in report.blocks[0].reason

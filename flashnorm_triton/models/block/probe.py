@@ -138,7 +138,10 @@ class Probe:
         for name, module in self._double.named_modules():
             config = vars(module).get("config")
             if hasattr(config, "_attn_implementation"):
-                config._attn_implementation = implementation
+                try:
+                    config._attn_implementation = implementation
+                except ValueError as error:
+                    raise Unproven(f"its config takes no other attention: {error}") from error
             vars(module)[_RECORDER] = self
             self._watch(name, module, kinds[name])
         first = next((name for name, kind in kinds.items() if kind == LINEAR), None)
