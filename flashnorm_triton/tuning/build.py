@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +64,10 @@ class Built:
     seconds: float = 0.0
 
 
+Make = Callable[[Any, tuple[int, int, int], tuple[Any, ...]], Any]
+"""What a compile makes of a ``Kernel``, a grid and arguments."""
+
+
 class _NoGpu:
     """Stands in for Triton's driver: it knows what to compile for, and can launch nothing."""
 
@@ -82,9 +86,15 @@ class _NoGpu:
         return 0
 
 
+def _warmed(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> Any:
+    """Triton's compiled kernel for a launch."""
+    made = kernel.fn.warmup(*args, grid=grid, **kernel.constants, **kernel.options)
+    return made.result() if hasattr(made, "result") else made
+
+
 @contextlib.contextmanager
-def _launches_collected(device: Device, target: Target) -> Iterator[list[Any]]:
-    """Within the block, launching a ``Kernel`` compiles it for the target and collects it."""
+def _launches_collected(device: Device, target: Target, make: Make) -> Iterator[list[Any]]:
+    """Within the block, launching a ``Kernel`` makes of it what ``make`` does, and collects it."""
     import torch
     from triton.runtime import driver
 
@@ -95,8 +105,7 @@ def _launches_collected(device: Device, target: Target) -> Iterator[list[Any]]:
 
     def compile_only(kernel: Any, grid: tuple[int, int, int], index: int, *args: Any) -> None:
         args = tuple(arg.real() if isinstance(arg, Tile) else arg for arg in args)
-        made = kernel.fn.warmup(*args, grid=grid, **kernel.constants, **kernel.options)
-        collected.append(made.result() if hasattr(made, "result") else made)
+        collected.append(make(kernel, grid, args))
 
     def on_cpu(index: int, stream: int, count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32)
@@ -114,8 +123,8 @@ def _launches_collected(device: Device, target: Target) -> Iterator[list[Any]]:
         yield collected
 
 
-def compile_plan(job: Job) -> list[Any]:
-    """Triton's compiled kernels of a plan, in the order of their launches.
+def compile_plan(job: Job, make: Make = _warmed) -> list[Any]:
+    """Triton's compiled kernels of a plan, or what else ``make`` makes, in the launches' order.
 
     Raises what the compiler or the plan's own checks raise. To be run in a process of its own.
     """
@@ -129,7 +138,7 @@ def compile_plan(job: Job) -> list[Any]:
     bias = torch.empty(problem.n, dtype=dtype) if problem.has_bias else None
     gain = torch.empty(problem.k, dtype=dtype) if problem.has_gain else None
     geometry = launch.Geometry(problem.m, problem.k, (problem.m,), 0)
-    with _launches_collected(job.device, job.target) as collected:
+    with _launches_collected(job.device, job.target, make) as collected:
         family = launch.FAMILIES[job.plan.form](job.plan, problem, problem.k)
         if job.plan.form == "library":
             if problem.normed:
