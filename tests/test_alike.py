@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flashnorm_triton.models import audit, repeats
 from flashnorm_triton.models.report import AuditReport
 from flashnorm_triton.models.sightings import Flow
+from flashnorm_triton.models.skeleton import from_type
 
 _WIDTH = 16
 
@@ -241,7 +242,18 @@ def test_layers_that_share_a_module_are_not_repeated(monkeypatch: pytest.MonkeyP
     assert [place for place, site in enumerate(sites) if site.decision != "fuse"] == [2, 4]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "gpt2"])
+def test_a_copied_part_of_a_cache_has_tables_of_its_own() -> None:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    part = LinearAttentionLayer()
+    part.states, part.keys = {0: torch.randn(2)}, torch.randn(3)
+    other = repeats._copied(part)
+    assert other.keys is part.keys and other.states[0] is part.states[0]
+    other.states[1] = other.keys
+    assert list(part.states) == [0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "gpt2", "jamba"])
 def test_families_say_what_they_say_traced_in_full(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +266,8 @@ def test_families_say_what_they_say_traced_in_full(
 
     monkeypatch.setattr(repeats.Repeats, "_repeat", counted)
     depth = {"num_hidden_layers": 4} if family == "gemma2" else {}
-    _both(tiny_model(family, **depth), monkeypatch, cancel="exact", head=True)
+    model = from_type(family, 2) if family == "jamba" else tiny_model(family, **depth)
+    _both(model, monkeypatch, cancel="exact", head=True)
     assert repeated
 
 

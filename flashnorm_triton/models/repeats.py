@@ -192,7 +192,7 @@ class Repeats:
 
     def _repeat(self, group: Group, name: str, call: _Call, values: list[Any]) -> Any:
         for index, at, _, after in call.caches:
-            values[index].layers[group.numbers[name][at]] = copy.copy(after)
+            values[index].layers[group.numbers[name][at]] = _copied(after)
         moved = functools.partial(_moved, group.first, name)
         self._host.note([(moved(path), shapes) for path, shapes in call.entries])
         return _made(call.output, values)
@@ -353,7 +353,16 @@ def _is_cache(value: Any) -> bool:
 
 def _part(cache: Any, number: int) -> Any:
     """A cache's part for one layer as it is now."""
-    return copy.copy(cache.layers[number])
+    return _copied(cache.layers[number])
+
+
+def _copied(part: Any) -> Any:
+    """A part of a cache with tables of its own, but the same tensors."""
+    made = copy.copy(part)
+    for key, value in vars(made).items():
+        if isinstance(value, (list, dict)):
+            vars(made)[key] = copy.copy(value)
+    return made
 
 
 def _state(cache: Any, number: int) -> Any:
@@ -369,4 +378,6 @@ def _shape(value: Any) -> Any:
         return tuple(value.shape), value.dtype
     if isinstance(value, (list, tuple)):
         return [_shape(one) for one in value]
+    if isinstance(value, dict):
+        return [(key, _shape(one)) for key, one in value.items()]
     return value if type(value) in _SIMPLE else id(value)
