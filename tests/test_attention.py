@@ -93,3 +93,48 @@ def test_cudnn_takes_the_usual_shapes(
         assert attention.serves(q, k, seen)
         attention.grouped_attention(q, k, v, seen, 0.1)
     assert not attention._refused
+
+
+@torch.no_grad()
+def test_a_model_takes_it_for_static_caches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked steps of a static cache, left padding and all; a growing cache is the function's."""
+    transformers = pytest.importorskip("transformers")
+    import flashnorm_triton as fn
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, vocab_size=97, attn_implementation="sdpa",
+    )  # fmt: skip
+    stock = transformers.AutoModelForCausalLM.from_config(config).eval()
+    patched = transformers.AutoModelForCausalLM.from_config(config).eval()
+    patched.load_state_dict(stock.state_dict())
+    fn.patch(patched, level="block")
+    asked = []
+
+    def serves(q: Tensor, k: Tensor, mask: Tensor | None) -> bool:
+        found = mask is not None and q.shape[2] == 1 and mask.shape[-1] == k.shape[2]
+        asked.append(found)
+        return found
+
+    monkeypatch.setattr(attention, "serves", serves)
+    tokens = torch.randint(1, 97, (2, 12))
+    padding = torch.ones(2, 12, dtype=torch.long)
+    padding[0, :3] = 0
+    for static in (True, False):
+        logits = []
+        for model in (stock, patched):
+            cache = transformers.DynamicCache(config=config)
+            if static:
+                cache = transformers.StaticCache(config=config, max_cache_len=16)
+            steps = []
+            for first, last in ((0, 8), *((n, n + 1) for n in range(8, 12))):
+                out = model(
+                    tokens[:, first:last], attention_mask=padding[:, :last],
+                    past_key_values=cache, use_cache=True,
+                )  # fmt: skip
+                steps.append(out.logits[:, -1])
+            logits.append(torch.stack(steps))
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+        # The first call finds no cache yet to write into.
+        assert asked == ([True] * 8 if static else [])
+        asked.clear()

@@ -178,10 +178,11 @@ class Runner:
         if not kwargs.keys() >= self.defaults.keys():
             kwargs = {**self.defaults, **kwargs}
         half = spec.attention
-        q, k, v = self._heads(_normed(self.first, x), angles, cache, kwargs)
+        q, k, v, fixed = self._heads(_normed(self.first, x), angles, cache, kwargs)
         interface = _interface(self.attention.config, self.eager)
         if (
-            interface is sdpa_attention_forward
+            fixed
+            and interface is sdpa_attention_forward
             and attention.serves(q, k, mask)
             and not self.constants.get("dropout")
             and _SDPA_READS.isdisjoint(self.constants.keys() | kwargs.keys())
@@ -197,8 +198,9 @@ class Runner:
 
     def _heads(
         self, qkv: Tensor, angles: Any, cache: Any, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as the attention function takes them, the cache updated."""
+    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+        """q, k and v as the attention function takes them, the cache updated; and whether their
+        length stays what it is, for what takes its time with a new one."""
         half, (q_norm, k_norm) = self.spec.attention, self.gains
         cos, sin = (None, None) if half.rope is None else angles
         tokens, room, more = qkv.shape[1], None, {}
@@ -217,7 +219,7 @@ class Runner:
         elif cache is not None:
             given = {**dict(half.update_constants), **kwargs}
             k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: given})
-        return q, k, v
+        return q, k, v, room is not None
 
 
 _STATES = "hidden_states"
