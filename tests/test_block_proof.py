@@ -177,6 +177,18 @@ def test_a_block_that_computes_otherwise_is_put_back(monkeypatch: pytest.MonkeyP
     assert not hasattr(model.model.layers[0], "runner")
 
 
+def test_a_layer_that_adds_little_to_its_input_is_tried_fairly() -> None:
+    """In bfloat16 the sum is rounded more coarsely than what is added."""
+    model = block_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                linear.weight.mul_(0.001)
+                linear.bias.mul_(0.001)
+    fn.patch(model.bfloat16(), level="block")
+    assert all(hasattr(layer, "runner") for layer in model.model.layers)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_from_its_config_alone(family: str) -> None:
     from flashnorm_triton.models.skeleton import from_type
