@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from tiny_models import FUSED_FAMILIES, tiny_model
 from torch import nn
 
-from flashnorm_triton.models import AuditReport, audit
+from flashnorm_triton.models import AuditReport, SiteReport, audit
 from flashnorm_triton.models.norms import NormReader
+from flashnorm_triton.models.worth import nothing_gained
 
 QKV = ("q_proj", "k_proj", "v_proj")
 SITES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -206,3 +208,31 @@ def test_json_summary_and_table() -> None:
 def test_wrong_argument() -> None:
     with pytest.raises(TypeError, match="needs a torch.nn.Module, not dict"):
         audit({})
+
+
+@pytest.mark.parametrize(
+    "kind, form, consumers, changes, words",
+    [
+        ("rms", "packed", "ll", {}, None),
+        ("layer", "experts", "r", {}, "one launch in torch already"),
+        ("dyt", "experts", "r", {}, "a norm of kind 'dyt' before experts"),
+        ("rms", "experts", "r", {}, None),
+        ("dyt", "passthrough", "ll", {}, "each of its 2 linears would compute the tanh anew"),
+        ("dyt", "passthrough", "l", {}, None),
+        ("dyt", "passthrough", "l", {"foldable": False}, "without a fold its linear computes"),
+        ("layer", "passthrough", "c", {}, None),
+        ("layer", "passthrough", "c", {"foldable": False}, "a Conv1D's weight lies the wrong way"),
+        ("rms", "passthrough", "c", {"convention": "none"}, "a Conv1D's weight lies the wrong way"),
+        ("layer", "passthrough", "l", {"foldable": False}, None),
+    ],
+)
+def test_where_nothing_is_gained(
+    kind: str, form: str, consumers: str, changes: dict[str, Any], words: str | None
+) -> None:
+    kinds = {"l": "linear", "c": "conv1d", "r": "router"}
+    site = SiteReport(
+        "norm", "Norm", kind, "w", 1e-6, tuple(consumers), "fuse", "",
+        consumer_kinds=tuple(kinds[letter] for letter in consumers), form=form,
+    )  # fmt: skip
+    told = nothing_gained(replace(site, **changes))
+    assert told is None if words is None else told is not None and words in told

@@ -243,8 +243,8 @@ def test_dyt_is_recognised_by_what_it_computes(skew: float, kind: str) -> None:
     (site,) = audit(model, example_inputs=(torch.randn(2, 5, 24),)).sites
     assert site.kind == kind and site.eps is None
     assert site.decision == ("fuse" if kind == "dyt" else "keep")
-    # alpha * x and tanh stay; the gain's product and the bias's sum go.
-    assert site.launches_saved == (2 if kind == "dyt" else 0)
+    # alpha * x and tanh stay; the skew's sum, the gain's product and the bias's sum go.
+    assert site.launches_saved == (3 if kind == "dyt" else 0)
 
 
 class ScaledLinear(nn.Linear):
