@@ -281,7 +281,7 @@ def run_all(
 
 
 def run(args: argparse.Namespace) -> int:
-    from bench import soak_members
+    from bench import soak_blocks, soak_members
     from flashnorm_triton.tuning.build import Job, Pool
     from flashnorm_triton.tuning.rig import Rig, make_room
 
@@ -294,7 +294,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.out or folder / "soak.json"
     before = past(path)
     pool = soak_members.with_epilogues(soak_members.pool(rig.gpu, rig.device))
-    families = soak_members.families(pool, rig.device, args.members, rng)
+    families: dict[str, Any] = soak_members.families(pool, rig.device, args.members, rng)
+    families |= soak_blocks.families(rng, args.members)
     families = {
         name: members
         for name, members in short_first(families, before).items()
@@ -305,16 +306,20 @@ def run(args: argparse.Namespace) -> int:
     builds = {
         member: compiler.submit(Job(member.plan, member.problem, rig.device, rig.target))
         for member in every
+        if isinstance(member, soak_members.Member)
     }
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]
     log(f"{head['gpu']}: {len(families)} families, {len(every)} members")
 
-    def ready(member: soak_members.Member) -> soak_members.Ready:
-        built = builds[member].result()
-        if built.error or built.findings:
-            raise ValueError(built.error or f"lint: {built.findings[0]}")
+    def ready(member: soak_members.Member | soak_blocks.Member) -> soak_members.Ready:
         make_room()
-        made = soak_members.make_ready(member, streams)
+        if isinstance(member, soak_blocks.Member):
+            made = soak_blocks.make_ready(member, streams)
+        else:
+            built = builds[member].result()
+            if built.error or built.findings:
+                raise ValueError(built.error or f"lint: {built.findings[0]}")
+            made = soak_members.make_ready(member, streams)
         made.capture(rig.backend)
         return made
 

@@ -113,7 +113,8 @@ def families(
         drawn = rng.sample(list(by_plan.values()), min(count, len(by_plan)))
         while len(drawn) < count and any(len(same) > 1 for same in drawn):
             drawn.append(rng.choice([same for same in by_plan.values() if len(same) > 1]))
-        picked = dict.fromkeys(_within_bucket(rng.choice(same), rng) for same in drawn)
+        sized = (_within_bucket(rng.choice(same), rng) for same in drawn)
+        picked = dict.fromkeys(odd_sized(member, device, rng) for member in sized)
         chosen[family] = tuple(picked)
     return chosen
 
@@ -121,6 +122,19 @@ def families(
 def _within_bucket(member: Member, rng: random.Random) -> Member:
     m = rng.randint(member.problem.m // 2 + 1, member.problem.m)
     return replace(member, problem=replace(member.problem, m=m))
+
+
+def odd_sized(member: Member, device: Device, rng: random.Random) -> Member:
+    """Every other member at N and K of no model, where its plan serves them: rows of 16 bytes."""
+    if rng.random() < 0.5:
+        return member
+    problem = member.problem
+    n, k = (8 * rng.randint(-(-size // 16), -(-size // 8)) for size in (problem.n, problem.k))
+    n += n % 16 if problem.gated else 0
+    odd = replace(problem, n=n, k=k)
+    return (
+        replace(member, problem=odd) if limits.unfit(member.plan, odd, device) is None else member
+    )
 
 
 def differing(outputs: Sequence[Tensor], wanted: Tensor) -> Tensor:
@@ -224,11 +238,17 @@ def describe(member: Member, ready: Ready | None) -> dict[str, object]:
     problem = member.problem
     extras = [name for name in ("bias", "gain") if getattr(problem, f"has_{name}")]
     extras += [problem.epilogue] if problem.epilogue else []
+    if not isinstance(member, Member):  # soak_blocks has members of its own
+        return {"problem": member.described, "plan": member.family, **_errors_of(ready)}
     size = f"{problem.k}→{problem.n} M={problem.m} {problem.dtype}"
     told: dict[str, object] = {
         "problem": " ".join([size, *extras]),
         "plan": plan_text(member.plan),
     }
-    if ready is not None:
-        told |= {"rel_err": ready.verdict.rel_err, "rel_err_stock": ready.verdict.rel_err_stock}
-    return told
+    return told | _errors_of(ready)
+
+
+def _errors_of(ready: Ready | None) -> dict[str, object]:
+    if ready is None:
+        return {}
+    return {"rel_err": ready.verdict.rel_err, "rel_err_stock": ready.verdict.rel_err_stock}
