@@ -402,3 +402,15 @@ def test_final_norm_of_a_part_that_was_traced_by_itself() -> None:
     assert sites["text.model.norm"].decision == "norm_only"
     assert "a model that was not traced" in sites["text.model.norm"].reason
     assert sites["text.model.layers.0.input_layernorm"].decision == "fuse"
+
+
+class Odd(nn.Parameter):
+    """As a sharded or quantized parameter is one."""
+
+
+def test_norm_whose_gain_is_no_plain_parameter() -> None:
+    model = nn.Sequential(nn.RMSNorm(24, eps=1e-5), nn.Linear(24, 40))
+    model[0]._parameters["weight"] = Odd(torch.rand(24))
+    (site,) = audit(model, example_inputs=(torch.randn(2, 5, 24),)).sites
+    assert site.decision == "keep"
+    assert "0.weight is a Odd (quantized or sharded), not a plain parameter" in site.reason
