@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flashnorm_triton import limits, ops, plans, streams
 from flashnorm_triton.launch import overlap
+from flashnorm_triton.launch.common import Geometry
 from flashnorm_triton.plans import OVERLAP, Device, Problem
 from flashnorm_triton.tuning import space, tuner
 
@@ -51,6 +52,27 @@ def test_where_it_fits():
         assert on_amd is None if dtype == "float32" else "no fp32 product" in on_amd
     bare = replace(problems["bfloat16"], normed=False)
     assert "bare" in limits.unfit(OVERLAP, bare, H200)
+    for dtype, problem in problems.items():  # LayerNorm
+        obstacle = limits.unfit(OVERLAP, replace(problem, centred=True), H200)
+        assert obstacle is None if dtype != "float32" else "off centre" in obstacle
+
+
+@pytest.mark.parametrize(("stride", "copies"), [(72, False), (2**30 + 8, True), (2**31, True)])
+def test_rows_too_far_apart_for_the_library_are_copied(stride, copies, monkeypatch):
+    """More than 2^31 elements from the first row to the last; the stride is only said here."""
+    pytest.importorskip("triton")
+    real, given = overlap.product_of, []
+
+    def watched(problem: Problem, device: int) -> Callable[[Tensor, Tensor], Tensor]:
+        product = real(problem, device)
+        return lambda x, w: given.append(x.is_contiguous()) or product(x, w)
+
+    monkeypatch.setattr(overlap, "product_of", watched)
+    x, w = torch.randn(5, 72)[:, :64], torch.randn(24, 64)
+    monkeypatch.setattr(overlap.RowStats, "into", lambda *_: lambda x, s, mean: s.fill_(1.0))
+    family = overlap.Overlap(OVERLAP, Problem("float32", 5, 24, 64), 64)
+    y = family.bind(Geometry(5, stride, (5,), -1), 1e-6)(x, w, None, None)
+    assert given == [copies] and torch.allclose(y, x @ w.T, atol=1e-4)
 
 
 def test_it_is_a_candidate_and_has_a_name():

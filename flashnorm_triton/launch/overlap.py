@@ -22,7 +22,7 @@ from flashnorm_triton.launch.common import (
 from flashnorm_triton.launch.norms import RowStats
 from flashnorm_triton.plans import Plan, Problem
 
-_FAR = 1 << 31  # elements between rows that the library can count
+_FAR = 1 << 31  # elements from the first row to the last that the library can count for sure
 Statistics = tuple[Tensor, Tensor | None]
 """s (M,) in fp32, and the mean beside it or None."""
 
@@ -48,7 +48,7 @@ class Overlap:
         buffers, device = self.buffers(geometry), geometry.device
         output, product = self.scale.output(geometry), product_of(self.problem, device)
         stats, scale = self.stats.into(geometry, eps), self.scale.bind(geometry)
-        join_on, far = streams.join_on, geometry.stride >= _FAR
+        join_on, far = streams.join_on, geometry.stride * geometry.m >= _FAR
 
         def run(
             x: Tensor,
