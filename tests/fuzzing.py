@@ -146,20 +146,24 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
 
     kinds, x = rows_of(draw, shape, dtype, generator)
     x = x.to(device)
-    centred = draw(st.integers(0, 2)) == 0
+    # What lies strangely in memory: all of it, or one operand alone, which nothing then covers up.
+    strange = draw(
+        st.sampled_from(("all", "all", "x", "x", "weight", "bias", "gain", "row_sums", "residual"))
+    )
+
+    def has(name: str) -> bool:
+        return strange == name or draw(st.booleans())
+
+    centred = strange == "row_sums" or draw(st.integers(0, 2)) == 0
     weight = (new(n, k) / math.sqrt(k)).to(device, dtype)
-    bias = new(n).to(device, dtype) if draw(st.booleans()) else None
+    bias = new(n).to(device, dtype) if has("bias") else None
     gain = None
-    if draw(st.booleans()):
+    if has("gain"):
         gain = (0.1 + 2 * torch.rand(k, generator=generator)).to(device)
         gain = gain if draw(st.booleans()) else gain.to(dtype)
     spoilt = draw(st.integers(0, max(n - 1, 0))) if n and draw(st.integers(0, 5)) == 0 else None
     if spoilt is not None:
         weight[spoilt, draw(st.integers(0, k - 1))] = draw(st.sampled_from((math.inf, math.nan)))
-    # What lies strangely in memory: all of it, or one operand alone, which nothing then covers up.
-    strange = draw(
-        st.sampled_from(("all", "all", "x", "x", "weight", "bias", "gain", "row_sums", "residual"))
-    )
 
     def lay(name: str, values: Tensor, **more: bool) -> Tensor:
         if strange not in ("all", name):
@@ -175,7 +179,7 @@ def calls(draw: Any, sizes: Sizes, dtypes: tuple[torch.dtype, ...], device: torc
         more["activation"] = draw(st.sampled_from(ACTIVATIONS))
     if gated:
         more["gated"] = True
-    if draw(st.booleans()):
+    if has("residual"):
         width = n // 2 if gated else n
         residual = new(*shape[:-1], width).to(device, dtype)
         more["residual"] = lay("residual", residual)
