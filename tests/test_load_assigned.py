@@ -92,3 +92,17 @@ def test_memory_on_the_gpu_is_given_up(revertible: bool) -> None:
         del state
         _logits(model)
     assert allocated() <= before + 2**20
+
+
+@pytest.mark.parametrize("part", ["transformer.ln_f", "lm_head"])
+def test_loading_one_module_of_a_tied_head(part: str, device: torch.device) -> None:
+    """What is kept beside a LayerNorm's weights is made anew, whichever of the two was loaded."""
+    model, other = (tiny_model("gpt2", seed=seed).to(device) for seed in (0, 1))
+    twin = tiny_model("gpt2").to(device)
+    fn.patch(model, head=True)
+    for each in (model, twin):
+        each.get_submodule(part).load_state_dict(other.get_submodule(part).state_dict())
+    torch.testing.assert_close(_logits(model), _logits(twin), rtol=1e-4, atol=1e-4)
+    source, head = model.lm_head.site.source, model.lm_head
+    sums = (source.gain(head.weight) * head.weight.detach()).sum(-1)
+    torch.testing.assert_close(head.get_buffer("row_sums"), sums, rtol=1e-4, atol=1e-4)
