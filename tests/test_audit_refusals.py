@@ -414,3 +414,11 @@ def test_norm_whose_gain_is_no_plain_parameter() -> None:
     (site,) = audit(model, example_inputs=(torch.randn(2, 5, 24),)).sites
     assert site.decision == "keep"
     assert "0.weight is a Odd (quantized or sharded), not a plain parameter" in site.reason
+
+
+def test_linear_that_carries_state_of_its_own() -> None:
+    model = nn.Sequential(nn.RMSNorm(24, eps=1e-5), nn.Linear(24, 40))
+    model[1].register_buffer("seen", torch.zeros(1))
+    (site,) = audit(model, example_inputs=(torch.randn(2, 5, 24),)).sites
+    assert site.decision == "norm_only"
+    assert "1 carries state that a plain module has not: seen" in site.reason

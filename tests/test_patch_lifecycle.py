@@ -415,3 +415,12 @@ def test_memory_on_the_gpu(fold: bool) -> None:
     handle.revert()
     assert torch.cuda.max_memory_allocated() <= before + site + (1 << 20)
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_modes_set_while_patched_stay_after_revert(head: bool) -> None:
+    model = tiny_model("llama")
+    handle = fn.patch(model, head=head)
+    model.train()
+    handle.revert()
+    assert all(module.training for module in model.modules())

@@ -165,3 +165,22 @@ def test_layers_on_the_gpu_are_fused_and_those_on_the_host_kept() -> None:
     torch.testing.assert_close(_logits(model, 0), stock, rtol=1e-3, atol=1e-3)
     handle.revert()
     assert torch.equal(_logits(model, 0), stock)
+
+
+def test_which_hooks_only_move_inputs() -> None:
+    from accelerate.hooks import AlignDevicesHook, ModelHook
+
+    from flashnorm_triton.models.placement import only_moves_inputs
+
+    linear = torch.nn.Linear(4, 4)
+    assert not only_moves_inputs(linear)
+    for hook, answer in (
+        (AlignDevicesHook(execution_device="cpu"), True),
+        (AlignDevicesHook(execution_device="cpu", offload=True), False),
+        (AlignDevicesHook(execution_device="cpu", io_same_device=True), False),
+        (AlignDevicesHook(execution_device="meta"), False),
+        (AlignDevicesHook(), False),
+        (ModelHook(), False),
+    ):
+        linear._hf_hook = hook
+        assert only_moves_inputs(linear) is answer, hook
