@@ -64,17 +64,23 @@ def rotary_heads(
     layout: Layout,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v (B, heads, T, D) of packed rows, q and k normed and rotated; k and v contiguous,
-    q as the transpose of (B, T, heads, D)."""
+    q as the transpose of (B, T, heads, D).
+
+    None shares memory with another or with ``qkv``: of one token, ``contiguous`` would.
+    """
     heads = qkv.unflatten(-1, (-1, layout.head_dim))
     q, k, v = heads.split([layout.q_heads, layout.kv_heads, layout.kv_heads], dim=-2)
     q = _head(q, cos, sin, q_gain, layout)
     k = _head(k, cos, sin, k_gain, layout)
-    return q.transpose(1, 2), k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    v = v.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return q.transpose(1, 2), k.transpose(1, 2).contiguous(), v
 
 
 def _head(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, gain: Tensor | None, layout: Layout
 ) -> Tensor:
+    if layout.eps is None and cos is None:
+        return x.clone(memory_format=torch.contiguous_format)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if layout.eps is not None:
         if gain is not None and layout.one_plus:

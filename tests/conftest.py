@@ -15,6 +15,10 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# An operation whose result shares memory with an input is an error to torch under a CI system and
+# a warning elsewhere: an error everywhere. Read by torch when a graph is first compiled.
+os.environ.setdefault("TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING", "1")
+
 
 HAS_HYPOTHESIS = importlib.util.find_spec("hypothesis") is not None
 collect_ignore_glob = [] if HAS_HYPOTHESIS else ["test_fuzz*.py"]

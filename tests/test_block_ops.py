@@ -278,6 +278,16 @@ def test_what_is_registered_is_what_runs(device: torch.device) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("tokens", (1, 3))
+@each_layout
+def test_no_result_shares_memory(name: str, tokens: int, device: str) -> None:
+    """Of one token of one row, every head is contiguous where it lies in the packed projection."""
+    case, layout = heads_case(name, 1, tokens, torch.float32, device)
+    made = call(case, layout)
+    places = {tensor.untyped_storage().data_ptr() for tensor in (case["qkv"], *made)}
+    assert len(places) == 4
+
+
 def test_fake_tensors() -> None:
     with FakeTensorMode():
         case, layout = heads_case("partial", 2, 3, torch.bfloat16, "cpu")
