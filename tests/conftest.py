@@ -24,6 +24,17 @@ HAS_HYPOTHESIS = importlib.util.find_spec("hypothesis") is not None
 collect_ignore_glob = [] if HAS_HYPOTHESIS else ["test_fuzz*.py"]
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores: one thread each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes ``-n auto`` starts: one with a GPU, which they would have to share."""
+    cores = len(os.sched_getaffinity(0))
+    return 0 if HAS_GPU or cores == 1 else min(cores, 4)
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [f"device: {torch.cuda.get_device_name()}, kernels run on it"] if HAS_GPU else []
     lines = lines or ["device: CPU, kernels run through Triton's interpreter"]

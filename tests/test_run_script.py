@@ -36,6 +36,7 @@ case "$*" in
     exit "${FAKE_PIP:-0}"
     ;;
 "-m pytest"*) echo "pytest in $(pwd): $*" ;;
+"-c import xdist") exit "${FAKE_NO_XDIST:-0}" ;;
 "-c "*) exit 0 ;;
 *) echo "python $*" ;;
 esac
@@ -183,6 +184,13 @@ def test_tests_run_at_the_root_and_python_where_the_caller_is(checkout: Path) ->
     done = call(checkout, "test", "-k", "two words", cwd=checkout.parent)
     assert done.stdout == f"pytest in {checkout}: -m pytest -k two words\n"
     assert call(checkout, "python", "-m", "this").stdout == "python -m this\n"
+
+
+def test_the_whole_suite_takes_all_cores_where_it_can(checkout: Path) -> None:
+    done = call(checkout, "test")
+    assert done.stdout == f"pytest in {checkout}: -m pytest -n auto --dist loadfile\n"
+    alone = call(checkout, "test", FAKE_NO_XDIST="1")
+    assert alone.stdout == f"pytest in {checkout}: -m pytest\n"
 
 
 def test_given_interpreter_is_used_as_it_is(checkout: Path) -> None:
