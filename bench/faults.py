@@ -29,12 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
 from planted_faults import FAULTS, Fault, healthy, planted
 
-from bench import report
 from bench.fault_instruments import INSTRUMENTS, Looker, Seen, applies
 from flashnorm_triton import results
-from flashnorm_triton.tuning import measure
+from flashnorm_triton.bench import report, running
 
-ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 FILE = "faults.json"
 
 
@@ -121,8 +120,8 @@ def verdicts(records: Sequence[Mapping[str, Any]]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
     log = report.Log()
     torch.manual_seed(0)
-    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-    path = args.out or ROOT / "bench" / "results" / results.gpu_slug(head["gpu"]) / FILE
+    head = running.header()
+    path = running.result_file(args.out, head["gpu"], FILE, folder=RESULTS)
     look = Looker(args.launches)
     records: list[dict[str, Any]] = []
     # A capture that ended in an error comes last: it may leave its mark on the process.
@@ -150,18 +149,14 @@ def run(args: argparse.Namespace) -> int:
     wrong = verdicts(good) + [f"{r['fault']} / {r['instrument']}: {r['error']}"
                               for r in whole if r.get("error")]  # fmt: skip
     print("\n".join(wrong) or "every fault was seen, and nothing else", flush=True)
-    log(f"written: {path}")
-    return 1 if wrong else 0
+    return running.ended(log, path, failed=bool(wrong))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = running.parser(__doc__, folder=RESULTS)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--instruments", nargs="+", choices=INSTRUMENTS, default=list(INSTRUMENTS))
     parser.add_argument("--launches", type=int, default=2000, help="at most, a check (2000)")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
     args = parser.parse_args(argv)
     if args.launches < 2:
         parser.error(f"--launches {args.launches}: at least 2")
@@ -170,13 +165,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    try:
-        measure.require_gpu()
-    except measure.NoGpuError as error:
-        print(f"faults: {error}", file=sys.stderr)
-        return 2
-    with torch.no_grad():
-        return run(args)
+    return running.on_gpu("faults", lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -36,15 +36,14 @@ import transformers
 from planted_faults import FAULTS, Fault, healthy, planted, serves
 from torch import Tensor, nn
 
-from bench import report
 from bench.fault_instruments import delays
 from bench.faults import merge
-from bench.generate import NO_BENCHMARK, Size, make_model
 from flashnorm_triton import LagReport, demo_model, find_lag, results
 from flashnorm_triton import patch as patch_model
+from flashnorm_triton.bench import report, running
+from flashnorm_triton.bench.generate import Size, make_model
 from flashnorm_triton.lag.picture import draw
 from flashnorm_triton.plans import Problem
-from flashnorm_triton.tuning import measure
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 64
@@ -298,35 +297,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def run(args: argparse.Namespace) -> int:
+    log = report.Log()
+    gpu = None if args.device == "cuda" else running.NO_BENCHMARK
+    head = results.header(copy_tb_s=0.0, matmul_tflops=0.0, gpu=gpu)
+    args.out = args.out or ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
+    args.out.mkdir(parents=True, exist_ok=True)
+    records: list[dict] = []
+    if "modes" in args.parts:
+        records += run_modes(args, head, log)
+    if "faults" in args.parts:
+        records += run_faults(args, head, log)
+        draw_one_late_read(args.out, args.device)
+    bad = [r for r in records if r.get("error") or r.get("false_alarm") or r.get("clean") is False]
+    log(f"{len(records)} runs, {len(bad)} not as they should be")
+    return running.ended(log, args.out, failed=bool(bad))
+
+
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    log = report.Log()
     torch.manual_seed(0)
     transformers.logging.set_verbosity_error()
     # A plan that gave way would be looked at under the name of the faulty one.
     warnings.filterwarnings("error", message="flashnorm_triton", category=RuntimeWarning)
-    rates = {"copy_tb_s": 0.0, "matmul_tflops": 0.0}
-    if args.device == "cuda":
-        try:
-            measure.require_gpu()
-        except measure.NoGpuError as error:
-            print(f"lag: {error}; or try it with --device cpu", file=sys.stderr)
-            return 2
-        head = results.header(**rates)
-    else:
-        head = results.header(**rates, gpu=NO_BENCHMARK)
-    args.out = args.out or ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
-    args.out.mkdir(parents=True, exist_ok=True)
-    records: list[dict] = []
-    with torch.no_grad():
-        if "modes" in args.parts:
-            records += run_modes(args, head, log)
-        if "faults" in args.parts:
-            records += run_faults(args, head, log)
-            draw_one_late_read(args.out, args.device)
-    bad = [r for r in records if r.get("error") or r.get("false_alarm") or r.get("clean") is False]
-    log(f"written: {args.out}; {len(records)} runs, {len(bad)} not as they should be")
-    return 1 if bad else 0
+    return running.on_gpu(
+        "lag", lambda: run(args), device=args.device, hint="or try it with --device cpu"
+    )
 
 
 if __name__ == "__main__":

@@ -33,12 +33,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from bench import report
-from bench.generate import EIGHT_B, NO_BENCHMARK, Size, make_model, seconds
 from flashnorm_triton import results
-from flashnorm_triton.tuning import measure
+from flashnorm_triton.bench import report, running
+from flashnorm_triton.bench.generate import EIGHT_B, Size, make_model, seconds
 
-ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 MOST_SECONDS = 20.0  # of patching the 8B shape
 MOST_ERROR = 1.25  # times the stock model's own
 GB = 1e9
@@ -180,13 +179,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 def run(args: argparse.Namespace, patch: Callable[..., Any]) -> int:
     log = report.Log()
     transformers.logging.set_verbosity_error()
-    if args.device == "cuda":
-        head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-        folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
-        path = args.out or folder / "patching.json"
-    else:
-        head = results.header(copy_tb_s=0.0, matmul_tflops=0.0, gpu=NO_BENCHMARK)
-        path = args.out
+    head = running.header(args.device)
+    path = running.result_file(args.out, head["gpu"], "patching.json", folder=RESULTS)
     log(f"{head['gpu']}, torch {head['torch']}, transformers {head['transformers']}")
     bench = Bench(args.size, device=args.device, tokens=args.tokens, seed=args.seed)
     log(f"{args.size.name}: stock and fp32 logits ready, stock errs by {bench.stock_error:.2e}")
@@ -201,18 +195,14 @@ def run(args: argparse.Namespace, patch: Callable[..., Any]) -> int:
             log(f"{variant}: {why}")
         results.save(path, head, records)
     print(table(records), flush=True)
-    log(f"written: {path}")
-    return 1 if any(record.get("error") or record["missed"] for record in records) else 0
+    failed = any(record.get("error") or record["missed"] for record in records)
+    return running.ended(log, path, failed=failed)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser = running.parser(__doc__, trial=True, folder=RESULTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=tuple(VARIANTS))
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the forward (64)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab"):
         option = "--" + name.replace("_", "-")
@@ -229,11 +219,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.vocab,
         tied=False,
     )
-    if args.device == "cpu":
-        if args.out is None:
-            parser.error("--device cpu is a trial of the script: say where to write with --out")
-        if (ROOT / "bench" / "results").resolve() in args.out.resolve().parents:
-            parser.error(f"--out {args.out}: a trial without a GPU does not go into bench/results")
+    running.check_trial(parser, args)
     return args
 
 
@@ -242,16 +228,11 @@ def main(argv: Sequence[str], patch: Callable[..., Any] | None = None) -> int:
     # A plan that gave way, or a site that failed, would be reported as if all had gone well.
     for message in ("flashnorm_triton", ".*could not be patched"):
         warnings.filterwarnings("error", message=message, category=RuntimeWarning)
-    if args.device == "cuda":
-        try:
-            measure.require_gpu()
-        except measure.NoGpuError as error:
-            print(f"patching: {error}; or try it with --device cpu", file=sys.stderr)
-            return 2
     if patch is None:
         from flashnorm_triton import patch
-    with torch.no_grad():
-        return run(args, patch)
+    return running.on_gpu(
+        "patching", lambda: run(args, patch), device=args.device, hint="or try it with --device cpu"
+    )
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import report
 from flashnorm_triton import results
+from flashnorm_triton.bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 # A README column is about 900 pixels wide; the background is solid so that it reads on dark too.

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench import report
 from bench.soak_forecast import Past, listing, past, short_first
 from flashnorm_triton import results
-from flashnorm_triton.tuning import measure
+from flashnorm_triton.bench import report, running
 
-ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+FILE = "soak.json"
 LAUNCHES = 100_000
 STREAMS = 3
 _BATCH = 24
@@ -289,9 +289,8 @@ def run(args: argparse.Namespace) -> int:
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
     rig = Rig()
-    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-    folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
-    path = args.out or folder / "soak.json"
+    head = running.header()
+    path = running.result_file(args.out, head["gpu"], FILE, folder=RESULTS)
     before = past(path)
     pool = soak_members.with_epilogues(soak_members.pool(rig.gpu, rig.device))
     families: dict[str, Any] = soak_members.families(pool, rig.device, args.members, rng)
@@ -342,19 +341,22 @@ def run(args: argparse.Namespace) -> int:
         compiler.close()
         rig.close()
     print(table(records, args.launches), flush=True)
-    log(f"written: {path}")
-    return 0 if records and all(record["goal_met"] for record in records) else 1
+    met = bool(records) and all(record["goal_met"] for record in records)
+    return running.ended(log, path, failed=not met)
+
+
+def forecast(args: argparse.Namespace) -> int:
+    gpu = torch.cuda.get_device_name()
+    print(listing(running.result_file(None, gpu, FILE, folder=RESULTS), args.launches))
+    return 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = running.parser(__doc__, folder=RESULTS)
     parser.add_argument("--launches", type=int, default=LAUNCHES, help="a family (100000)")
     parser.add_argument("--seconds", type=float, default=420.0, help="then stop launching (420)")
     parser.add_argument("--members", type=int, default=6, help="plans and sizes a family (6)")
     parser.add_argument("--families", nargs="+", help="only families with one of these words")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
     parser.add_argument("--list", action="store_true", help="say how long a run will take, and end")
     parser.add_argument("--fresh", action="store_true", help="begin anew, whatever the file has")
     parser.add_argument("--jobs", type=int, help="compiling processes; left out: CPU cores but two")
@@ -371,18 +373,8 @@ def main(argv: Sequence[str]) -> int:
     if args.list and args.out:
         print(listing(args.out, args.launches))
         return 0
-    try:
-        measure.require_gpu()
-    except measure.NoGpuError as error:
-        hint = " (--list works without one, with --out FILE)" if args.list else ""
-        print(f"soak: {error}{hint}", file=sys.stderr)
-        return 2
-    if args.list:
-        folder = ROOT / "bench" / "results" / results.gpu_slug(torch.cuda.get_device_name())
-        print(listing(folder / "soak.json", args.launches))
-        return 0
-    with torch.no_grad():
-        return run(args)
+    hint = "--list works without one, with --out FILE" if args.list else None
+    return running.on_gpu("soak", lambda: forecast(args) if args.list else run(args), hint=hint)
 
 
 if __name__ == "__main__":

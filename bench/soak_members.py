@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.shapes import SHAPES
 from flashnorm_triton import limits, ops, plans, tables
+from flashnorm_triton.bench.shapes import SHAPES
 from flashnorm_triton.plans import Device, Plan, Problem
 from flashnorm_triton.tuning import measure, rig, space, validate
 from flashnorm_triton.tuning.rig import EPS, floor_us

@@ -31,6 +31,8 @@ from flashnorm_triton import atomic
 
 SCHEMA = 1
 PACKAGE = Path(__file__).resolve().parent
+# Where the package's own measurements lie: in an installed package, and in its repository.
+SHIPPED = (PACKAGE / "shipped_results", PACKAGE.parent / "bench" / "results")
 KERNEL_SOURCES = ("kernels", "ops.py")
 
 HEADER_FIELDS: dict[str, tuple[type, ...]] = {
@@ -150,6 +152,18 @@ class Results:
 
     header: dict[str, Any]
     records: tuple[dict[str, Any], ...]
+
+
+def shipped_folder() -> Path | None:
+    """The folder of the measurements that come with the package, with a folder a GPU in it."""
+    return next((folder for folder in SHIPPED if folder.is_dir()), None)
+
+
+def shipped_results(gpu: str = "nvidia_h200") -> tuple[Path, ...]:
+    """The result files of a GPU (its ``gpu_slug``) that come with the package, sorted by name;
+    empty where it has none of that GPU."""
+    folder = shipped_folder()
+    return tuple(sorted((folder / gpu).glob("*.json"))) if folder is not None else ()
 
 
 def gpu_slug(name: str) -> str:

@@ -1,19 +1,15 @@
-"""bench/decode.py and prefill.py: what is compared, and that a wrong model gets no time."""
+"""The benches decode and prefill: what is compared, and that a wrong model gets no time."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench import contenders, decode, decoders
-from bench.contenders import Contender, Loaded, Steps
 from flashnorm_triton import results
+from flashnorm_triton.bench import contenders, decode, decoders
+from flashnorm_triton.bench.contenders import Contender, Loaded, Steps
 
 TINY = Contender("tiny", "stock", "eager", 2, 16)
 

@@ -1,19 +1,16 @@
-"""bench/generate.py: a speed is only reported for a model that agrees, step by step."""
+"""The bench generate: a speed is only reported for a model that agrees, step by step."""
 
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench import decoding, generate
 from flashnorm_triton import patch, results
+from flashnorm_triton.bench import decoding, generate
 
 SIZE = generate.Size(layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128, vocab=512)
 HEAD = results.header(copy_tb_s=4.0, matmul_tflops=800.0, gpu="NVIDIA H200")
@@ -263,14 +260,14 @@ def test_a_disagreement_is_the_exit_code(tmp_path, capsys):
     ("argv", "message"),
     [
         (TINY, "say where to write"),
-        ([*TINY, "--out", "bench/results/x/generate.json"], "does not go into bench/results"),
+        ([*TINY, "--out", "bench/results/x/generate.json"], "does not go into"),
         (["--new", "3"], "--new 3"),
         (["--prompt", "0"], "--prompt 0"),
         (["--repeats", "0"], "--repeats 0"),
     ],
 )
 def test_bad_arguments_are_refused(argv, message, capsys, monkeypatch):
-    monkeypatch.chdir(generate.ROOT)
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
     with pytest.raises(SystemExit) as stop:
         generate.main(argv)
     assert stop.value.code == 2 and message in capsys.readouterr().err

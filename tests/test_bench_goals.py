@@ -1,19 +1,16 @@
-"""bench/norm_linear.py: its goals and its command line, on a CPU."""
+"""The bench norm_linear: its goals and its command line, on a CPU."""
 
 from __future__ import annotations
 
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench import goals, norm_linear
-from bench.shapes import SHAPES, TOKENS
 from flashnorm_triton import plans, results
+from flashnorm_triton.bench import goals, norm_linear
+from flashnorm_triton.bench.shapes import SHAPES, TOKENS
+from flashnorm_triton.tuning import measure
 
 HEAD = {
     "schema": 1, "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
@@ -84,7 +81,7 @@ def test_what_is_measured_and_where_it_is_written(tmp_path):
 
 def test_untuned_hides_the_tables(monkeypatch):
     monkeypatch.setenv("FLASHNORM_TABLES", "on")
-    monkeypatch.setattr(norm_linear.measure, "require_gpu", lambda: None)
+    monkeypatch.setattr(measure, "require_gpu", lambda: None)
     seen = []
     monkeypatch.setattr(
         norm_linear,
@@ -124,10 +121,10 @@ def test_the_command_from_cells_to_files(tmp_path, monkeypatch, capsys, words):
 
     true_case = norm_linear.Case
     for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
-        monkeypatch.setattr(norm_linear.measure, name, lambda: 4.0)
+        monkeypatch.setattr(measure, name, lambda: 4.0)
     properties = types.SimpleNamespace(L2_cache_size=1000, total_memory=1 << 33)
     monkeypatch.setenv("FLASHNORM_TABLES", "on")
-    monkeypatch.setattr(norm_linear.measure, "CudaBackend", Backend)
+    monkeypatch.setattr(measure, "CudaBackend", Backend)
     monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -1,19 +1,15 @@
-"""bench/host.py: its bursts, records and table, on a CPU."""
+"""The bench host: its bursts, records and table, on a CPU."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench import host
-from bench.shapes import Shape
 from flashnorm_triton import results
+from flashnorm_triton.bench import host
+from flashnorm_triton.bench.shapes import Shape
 from flashnorm_triton.tuning import measure
 
 HEAD = {
@@ -98,7 +94,7 @@ def test_the_cells_of_a_run_alternate(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "inputs", lambda m, k: torch.zeros(m, 1))
     monkeypatch.setattr(host, "CALLS", 2)
     for name in ("copy_tb_s", "matmul_tflops"):
-        monkeypatch.setattr(host.measure, name, lambda: 4.0)
+        monkeypatch.setattr(measure, name, lambda: 4.0)
     monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
     monkeypatch.setattr(host, "plan_of", lambda *_: PLAN)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -133,7 +129,7 @@ def test_the_command_writes_a_record_a_row_count(tmp_path, monkeypatch, capsys):
         return true_randn(m, k, dtype=torch.bfloat16)
 
     for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
-        monkeypatch.setattr(host.measure, name, lambda: 4.0)
+        monkeypatch.setattr(measure, name, lambda: 4.0)
     monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
     monkeypatch.setattr(host, "inputs", on_cpu)
     monkeypatch.setattr(host, "plan_of", lambda *_: PLAN)

@@ -1,4 +1,4 @@
-"""bench/norm_linear.py: its contract check, ratios, records and table, on a CPU."""
+"""The bench norm_linear: its contract check, ratios, records and table, on a CPU."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import json
 import math
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench import accuracy, cases, norm_linear, report
-from bench.shapes import SHAPES, TOKENS, Shape, parse_shapes, parse_tokens
 from flashnorm_triton import algebra, ops, plans, results
+from flashnorm_triton.bench import accuracy, cases, norm_linear, report
+from flashnorm_triton.bench.shapes import SHAPES, TOKENS, Shape, parse_shapes, parse_tokens
 from flashnorm_triton.tuning import measure
 
 N, K, EPS = 192, 320, 1e-5

@@ -1,4 +1,4 @@
-"""bench/overlap.py: its cells, what it times, its comparison, words and figure, without a GPU."""
+"""The bench overlap: its cells, what it times, its comparison, words and figure, without a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import overlap
-from bench.shapes import TOKENS, Shape
 from flashnorm_triton import results, runtime
+from flashnorm_triton.bench import overlap
+from flashnorm_triton.bench.shapes import TOKENS, Shape
 from flashnorm_triton.plans import OVERLAP
 from flashnorm_triton.tuning import measure
 

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from matplotlib.colors import to_hex  # noqa: E402
 
 from bench import plot  # noqa: E402
-from bench.shapes import SHAPES  # noqa: E402
 from flashnorm_triton import results  # noqa: E402
+from flashnorm_triton.bench.shapes import SHAPES  # noqa: E402
 
 HEAD = {
     "schema": 1,

@@ -12,10 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import report, soak, soak_members
+from bench import soak, soak_members
 from flashnorm_triton import plans, results, tables
+from flashnorm_triton.bench import report
 from flashnorm_triton.plans import UNFUSED, Device, Plan, Problem
-from flashnorm_triton.tuning import validate
+from flashnorm_triton.tuning import measure, validate
 
 HEAD = {
     "schema": 1, "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",
@@ -361,7 +362,7 @@ def test_the_command_from_members_to_the_file(no_streams, monkeypatch, tmp_path,
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     for name in ("require_gpu", "copy_tb_s", "matmul_tflops"):
-        monkeypatch.setattr(soak.measure, name, lambda: 4.0)
+        monkeypatch.setattr(measure, name, lambda: 4.0)
     monkeypatch.setattr(results, "header", lambda **rates: {**HEAD, **rates})
     path = tmp_path / "soak.json"
     argv = ["--launches", "100", "--members", "2", "--families", "gemv", "--out", str(path)]

@@ -10,9 +10,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import report, soak
+from bench import soak
 from bench.soak_forecast import Past, listing, past, short_first
 from flashnorm_triton import results
+from flashnorm_triton.bench import report
 
 HEAD = {
     "schema": 1, "gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0",

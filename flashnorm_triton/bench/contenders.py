@@ -58,7 +58,7 @@ class Loaded:
     """A model, stock or patched, for all contenders of a process."""
 
     def __init__(self, model: str, level: str, device: str) -> None:
-        from bench import decoders
+        from flashnorm_triton.bench import decoders
 
         self.model, self.device = decoders.make(model, device), device
         # Of the model as it is before it is patched: with no cache, and with a place of it.

@@ -5,7 +5,7 @@ is compiled with "reduce-overhead", and with "max-autotune-no-cudagraphs" and ca
 graph; the patched model, at each level of ``patch``, is run in both ways too, and captured without
 a compiler ("graph"). Random weights; every contender in a process of its own, timed in turn.
 
-    python bench/decode.py [--models llama-3.2-1b ...] [--batches 1 8 16 32] [--out FILE]
+    python -m flashnorm_triton.bench.decode [--models llama-3.2-1b ...] [--batches 1 8] [--out …]
 
 What is worth most comes first, and the file is written after every cell. ``--warm`` only compiles,
 which fills the compilers' caches; a run with ``--cached`` after it makes nobody wait for anybody.
@@ -20,20 +20,15 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from bench import contenders, decoders, report
-from bench.contenders import Contender, Group
 from flashnorm_triton import results
+from flashnorm_triton.bench import contenders, decoders, report, running
+from flashnorm_triton.bench.contenders import Contender, Group
 from flashnorm_triton.tuning import measure
 
-ROOT = Path(__file__).resolve().parents[1]
-NO_BENCHMARK = "no GPU (a trial of the script, no benchmark)"
 LEVELS = ("norm", "block")
 NORM_TOO = ("llama-3.2-1b", 1)
 # (model, batch) cells that fit a GPU at the same time, in the order of what they are worth.
@@ -174,42 +169,33 @@ def describe(record: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     log = report.Log()
-    name = f"{args.task}.json"
-    if args.device == "cuda":
-        head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-        slug = results.gpu_slug(head["gpu"])
-        path = args.out or ROOT / "bench" / "results" / slug / name
-        torch.cuda.empty_cache()
-    else:
-        head = results.header(copy_tb_s=0.0, matmul_tflops=0.0, gpu=NO_BENCHMARK)
-        path = args.out
+    head = running.header(args.device)
+    path = running.result_file(args.out, head["gpu"], f"{args.task}.json")
+    torch.cuda.empty_cache()
     records: list[dict[str, Any]] = []
-    failed = 0
+    failed, stopped = 0, None
     for cells in waves(args):
         everyone = [what for group in cells for what in group]
         if args.budget and log.seconds > args.budget:
-            log(f"stopped at the budget of {args.budget:.0f} s before {everyone[0].model}")
-            failed += 1
+            stopped = f"stopped at the budget of {args.budget:.0f} s before {everyone[0].model}"
             break
         with Group(
             everyone, args.device, patience=args.patience, cached=args.cached, log=log
-        ) as running:
+        ) as live:
             if args.warm:
-                failed += len(running.errors)
+                failed += len(live.errors)
                 continue
             for group in cells:
-                records += measure_cell(running, group, args, head["copy_tb_s"], log)
+                records += measure_cell(live, group, args, head["copy_tb_s"], log)
                 results.save(path, head, records)
     if args.warm:
-        return int(failed > 0)
-    log(f"written: {path}")
-    return 1 if failed or len(report.measured(records)) < len(records) else 0
+        return int(failed > 0 or stopped is not None)
+    all_measured = len(report.measured(records)) == len(records)
+    return running.ended(log, path, failed=not all_measured, stopped=stopped)
 
 
 def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = running.parser(__doc__, trial=True)
     defaults = DEFAULTS[task]
     named = [name for name in decoders.NAMES if name != "tiny"]
     few = named if task == "decode" else named[:1]
@@ -235,8 +221,6 @@ def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
         "--patience", type=float, default=300, help="seconds to wait for a wave of contenders (300)"
     )
     parser.add_argument("--budget", type=float, help="seconds after which no wave is started")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
     args = parser.parse_args(argv)
     args.task = task
     for name in ("rounds", "steps", "tokens"):
@@ -248,24 +232,15 @@ def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
         parser.error(f"--models {args.models} --batches {args.batches}: no cell is left")
     if task == "decode" and args.tokens < 8:
         parser.error(f"--tokens {args.tokens}: at least 8, an eighth of which is written")
-    if args.device == "cpu":
-        if args.out is None:
-            parser.error("--device cpu is a trial of the script: say where to write with --out")
-        if (ROOT / "bench" / "results").resolve() in args.out.resolve().parents:
-            parser.error(f"--out {args.out}: a trial without a GPU does not go into bench/results")
+    running.check_trial(parser, args)
     return args
 
 
 def main(argv: Sequence[str], task: str = "decode") -> int:
     args = parse(argv, task)
-    if args.device == "cuda":
-        try:
-            measure.require_gpu()
-        except measure.NoGpuError as error:
-            print(f"{task}: {error}; or try it with --device cpu", file=sys.stderr)
-            return 2
-    with torch.no_grad():
-        return run(args)
+    return running.on_gpu(
+        task, lambda: run(args), device=args.device, hint="or try it with --device cpu"
+    )
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ Question: on this GPU, how much faster than the best unfused way is the dispatch
 far is it from the bare matmul (the bound of a free norm), and is it as accurate as the stock
 module? Every cell is one interleaved run of CUDA-graph replays (``tuning/measure.py``).
 
-    python bench/norm_linear.py [--out FILE] [--shapes ...] [--tokens ...] [--rounds R] [--quick]
-    python bench/norm_linear.py --untuned
+    python -m flashnorm_triton.bench.norm_linear [--shapes ...] [--tokens ...] [--quick] [--out …]
+    python -m flashnorm_triton.bench.norm_linear --untuned
 
 bf16 in all cells, then a part of them in fp16 (a file of its own). ``--untuned`` hides the tables:
 what the built-in plans alone give. Results are written after every cell, and last the goals, each
@@ -25,13 +25,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
-from bench import accuracy, goals, report
-from bench.cases import DTYPE, EPS, Case, warm
-from bench.shapes import (
+from flashnorm_triton import ops, plans, results, runtime, tables
+from flashnorm_triton.bench import accuracy, goals, report, running
+from flashnorm_triton.bench.cases import DTYPE, EPS, Case, warm
+from flashnorm_triton.bench.shapes import (
     FP16_SHAPES,
     FP16_TOKENS,
     QUICK_TOKENS,
@@ -41,10 +40,9 @@ from bench.shapes import (
     parse_shapes,
     parse_tokens,
 )
-from flashnorm_triton import ops, plans, results, runtime, tables
 from flashnorm_triton.tuning import measure
 
-ROOT = Path(__file__).resolve().parents[1]
+MODULE = "flashnorm_triton.bench.norm_linear"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # One compile takes a second or more, so beyond these row counts the compiled baseline is measured
 # only as far as the time allows.
@@ -210,7 +208,7 @@ def warm_in_parallel(argv: Sequence[str], parts: int, log: report.Log) -> None:
     """Run ``warm`` in ``parts`` processes. It only saves time: what fails shows in its cell."""
     workers = [
         subprocess.Popen(
-            [sys.executable, __file__, *argv, "--warm", f"{part}/{parts}"],
+            [sys.executable, "-m", MODULE, *argv, "--warm", f"{part}/{parts}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -231,6 +229,15 @@ def warm_in_parallel(argv: Sequence[str], parts: int, log: report.Log) -> None:
     log(f"kernels compiled by {parts} processes")
 
 
+def warm_a_part(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """What one of those processes does."""
+    part, parts = (int(number) for number in args.warm.split("/"))
+    for name in args.dtypes:
+        cells = [(shape, m) for shape in args.cells[name][0] for m in args.cells[name][1]]
+        warm(cells[part::parts], DTYPES[name], compiled=args.compiled and name == "bf16")
+    return 0
+
+
 def affordable(seconds: float, began: float, done: int, cells: int, budget_s: float) -> bool:
     """Whether the next of ``cells`` cells may take its time: the run, which ``began`` at that
     second and should end at ``budget_s``, is not behind its pace."""
@@ -240,13 +247,10 @@ def affordable(seconds: float, began: float, done: int, cells: int, budget_s: fl
 def result_path(args: argparse.Namespace, gpu: str, dtype: str) -> Path:
     """Where the records of one dtype go: those of bf16, and of the first dtype of ``--out``, under
     the plain name."""
-    folder = ROOT / "bench" / "results" / results.gpu_slug(gpu)
-    path = folder / ("norm_linear_untuned.json" if args.untuned else "norm_linear.json")
-    if args.out is not None:
-        return (
-            args.out if dtype == args.dtypes[0] else args.out.with_stem(f"{args.out.stem}_{dtype}")
-        )
-    return path if dtype == "bf16" else path.with_stem(f"{path.stem}_{dtype}")
+    name = "norm_linear_untuned.json" if args.untuned else "norm_linear.json"
+    path = running.result_file(args.out, gpu, name)
+    plain = args.dtypes[0] if path == args.out else "bf16"
+    return path if dtype == plain else path.with_stem(f"{path.stem}_{dtype}")
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -255,7 +259,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         warm_in_parallel(argv, args.jobs, log)
     torch.manual_seed(args.seed)
     backend = measure.CudaBackend()
-    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
+    head = running.header()
     head["liger_kernel"] = _installed("liger-kernel")
     head["tables"] = os.environ.get("FLASHNORM_TABLES", "on")
     log(f"{head['gpu']}: copy {head['copy_tb_s']:.2f} TB/s, {head['matmul_tflops']:.0f} TFLOP/s")
@@ -315,10 +319,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if name == "bf16":
             judged = goals.judge(records, goals.UNTUNED if args.untuned else goals.TUNED)
             print(goals.table(judged), flush=True)
+        stopped = None
         if not complete:
-            log(f"stopped at the budget of {args.budget:.0f} s with {len(records)} cells measured")
-        log(f"written: {path}")
-        failed |= not complete or bool(report.contract_failures(records))
+            stopped = (
+                f"stopped at the budget of {args.budget:.0f} s with {len(records)} cells measured"
+            )
+        broken = bool(report.contract_failures(records))
+        failed |= bool(running.ended(log, path, failed=broken, stopped=stopped))
     return int(failed)
 
 
@@ -344,11 +351,8 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
-    parser.add_argument("--shapes", nargs="+", help="names of bench/shapes.py, or KxN")
+    parser = running.parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", help="names of shapes.py, or KxN")
     parser.add_argument("--tokens", nargs="+", help="row counts M")
     parser.add_argument("--rounds", type=int, help="timed rounds a cell (default 21)")
     parser.add_argument("--quick", action="store_true", help="few row counts, nothing compiled")
@@ -397,20 +401,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # A plan that gave way would be timed under the name of the plan that was chosen.
     warnings.filterwarnings("error", message="flashnorm_triton", category=RuntimeWarning)
-    try:
-        measure.require_gpu()
-    except measure.NoGpuError as error:
-        print(f"norm_linear: {error}", file=sys.stderr)
-        return 2
-    with torch.no_grad():
-        if args.warm:
-            part, parts = (int(number) for number in args.warm.split("/"))
-            for name in args.dtypes:
-                cells = [(shape, m) for shape in args.cells[name][0] for m in args.cells[name][1]]
-                compiled = args.compiled and name == "bf16"
-                warm(cells[part::parts], DTYPES[name], compiled=compiled)
-            return 0
-        return run(args, argv)
+    work = warm_a_part if args.warm else run
+    return running.on_gpu("norm_linear", lambda: work(args, argv))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ stock modules, F.rms_norm and linear, the one-launch norm and linear, what ``nor
 here, and the matmul alone. bf16, fp32, and bf16 with LayerNorm, bias and GELU, where the scale's
 launch does what else follows the linear.
 
-    python bench/overlap.py [--tokens ...] [--rounds R] [--budget S] [--out FILE]
+    python -m flashnorm_triton.bench.overlap [--tokens ...] [--rounds R] [--budget S] [--out FILE]
 
 Interleaved CUDA-graph replays, weights rotated past L2, medians. Exit: 0 when every cell was
 measured and keeps the numerics contract, 1 otherwise, 2 without a GPU.
@@ -19,24 +19,20 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
-from bench import accuracy, report
-from bench.cases import EPS, Stock
-from bench.norm_linear import floor_us
-from bench.shapes import TOKENS, Shape, parse_tokens
 from flashnorm_triton import algebra, launch, ops, results, runtime, tables
+from flashnorm_triton.bench import accuracy, report, running
+from flashnorm_triton.bench.cases import EPS, Stock
+from flashnorm_triton.bench.norm_linear import floor_us
+from flashnorm_triton.bench.shapes import TOKENS, Shape, parse_tokens
 from flashnorm_triton.launch.overlap import Overlap, product_of
 from flashnorm_triton.plans import OVERLAP, UNFUSED, Plan, Problem
 from flashnorm_triton.tuning import measure, validate
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPES = (Shape("paper.576", 576, 960), Shape("paper.4096", 4096, 4096))
 ACTIVATION = "gelu_tanh"
 LEAST_FINISHED = 64  # tokens from which on the cells with LayerNorm and GELU are measured
@@ -276,9 +272,8 @@ def run(args: argparse.Namespace) -> int:
     log = report.Log()
     torch.manual_seed(0)
     backend = measure.CudaBackend()
-    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-    folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
-    path = args.out or folder / "overlap.json"
+    head = running.header()
+    path = running.result_file(args.out, head["gpu"], "overlap.json")
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     records: list[dict[str, Any]] = []
     todo = cells(args.tokens)
@@ -296,17 +291,16 @@ def run(args: argparse.Namespace) -> int:
     print(table(records), flush=True)
     failed = report.contract_failures(records)
     print("\n".join(failed) or "the numerics contract holds in every cell", flush=True)
+    stopped = None
     if len(records) < len(todo):
-        log(f"stopped at the budget of {args.budget:.0f} s, {len(records)} of {len(todo)} cells")
-    log(f"written: {path}")
-    return int(bool(failed) or len(records) < len(todo))
+        stopped = (
+            f"stopped at the budget of {args.budget:.0f} s: {len(records)} of {len(todo)} cells"
+        )
+    return running.ended(log, path, failed=bool(failed), stopped=stopped)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser = running.parser(__doc__)
     parser.add_argument("--tokens", nargs="+", default=[str(m) for m in TOKENS], help="rows M")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds a cell (15)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds (60)")
@@ -322,13 +316,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    try:
-        measure.require_gpu()
-    except measure.NoGpuError as error:
-        print(f"overlap: {error}", file=sys.stderr)
-        return 2
-    with torch.no_grad():
-        return run(args)
+    return running.on_gpu("overlap", lambda: run(args))
 
 
 if __name__ == "__main__":

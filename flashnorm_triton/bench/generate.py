@@ -4,7 +4,7 @@ Question: how many tokens a second does ``patch`` add at batch 1, eager with the
 compiled with the static one, and does the model still say the same? Random weights (and random
 gains) at the Llama-3.2-1B shape; both models stay on the GPU, and their runs alternate.
 
-    python bench/generate.py [--out FILE] [--modes eager compiled] [--new 128] [--prompt 64]
+    python -m flashnorm_triton.bench.generate [--modes eager compiled] [--new 128] [--out FILE]
 
 Before a patched model is timed, it is led along random tokens through the very decode path that is
 timed, and its logits are compared with float64 step by step, at t and at t−1; its greedy tokens
@@ -25,23 +25,18 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
 from torch import Tensor
 
-from bench import decoding, report
 from flashnorm_triton import results
+from flashnorm_triton.bench import decoding, report, running
 from flashnorm_triton.tuning import measure
 
-ROOT = Path(__file__).resolve().parents[1]
 REPEATS = {"eager": 5, "compiled": 15}
 LEAST_REPEATS = 3
-NO_BENCHMARK = "no GPU (a trial of the script, no benchmark)"
 
 
 @dataclass(frozen=True)
@@ -257,14 +252,8 @@ def run(args: argparse.Namespace, patch: Callable[[Any], Any]) -> int:
     log = report.Log()
     torch.manual_seed(args.seed)
     transformers.logging.set_verbosity_error()
-    if args.device == "cuda":
-        head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-        path = args.out or (
-            ROOT / "bench" / "results" / results.gpu_slug(head["gpu"]) / "generate.json"
-        )
-    else:
-        head = results.header(copy_tb_s=0.0, matmul_tflops=0.0, gpu=NO_BENCHMARK)
-        path = args.out
+    head = running.header(args.device)
+    path = running.result_file(args.out, head["gpu"], "generate.json")
     log(f"{head['gpu']}, torch {head['torch']}, transformers {head['transformers']}")
     bench = Bench(args.size, prompt=args.prompt, new=args.new, device=args.device, patch=patch)
     log("stock, patched and float64 models ready")
@@ -283,16 +272,12 @@ def run(args: argparse.Namespace, patch: Callable[[Any], Any]) -> int:
             records += [{**bench.identity(mode, v), "error": why} for v in ("stock", "patched")]
         results.save(path, head, records)
     print(table(records), flush=True)
-    log(f"written: {path}")
-    return 1 if any(record.get("error") for record in records) else 0
+    return running.ended(log, path, failed=any(record.get("error") for record in records))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     size = Size()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser = running.parser(__doc__, trial=True)
     parser.add_argument("--modes", nargs="+", choices=decoding.MODES, default=decoding.MODES)
     parser.add_argument("--new", type=int, default=128, help="tokens to generate (128)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt (64)")
@@ -300,7 +285,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--budget", type=float, default=170, help="seconds after which repeats stop early (170)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     for name in ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab"):
         option = "--" + name.replace("_", "-")
@@ -317,10 +301,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     if args.device == "cpu":
         args.modes = ("eager",)
-        if args.out is None:
-            parser.error("--device cpu is a trial of the script: say where to write with --out")
-        if (ROOT / "bench" / "results").resolve() in args.out.resolve().parents:
-            parser.error(f"--out {args.out}: a trial without a GPU does not go into bench/results")
+    running.check_trial(parser, args)
     return args
 
 
@@ -328,16 +309,11 @@ def main(argv: Sequence[str], patch: Callable[[Any], Any] | None = None) -> int:
     args = parse(argv)
     # A plan that gave way would be timed under the name of the plan that was chosen.
     warnings.filterwarnings("error", message="flashnorm_triton", category=RuntimeWarning)
-    if args.device == "cuda":
-        try:
-            measure.require_gpu()
-        except measure.NoGpuError as error:
-            print(f"generate: {error}; or try it with --device cpu", file=sys.stderr)
-            return 2
     if patch is None:
         from flashnorm_triton import patch
-    with torch.no_grad():
-        return run(args, patch)
+    return running.on_gpu(
+        "generate", lambda: run(args, patch), device=args.device, hint="or try it with --device cpu"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One shape of bench/norm_linear.py: its weights, and everything that can be timed on them."""
+"""One shape of norm_linear.py: its weights, and everything that can be timed on them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from bench.shapes import Shape
 from flashnorm_triton import algebra, ops
+from flashnorm_triton.bench.shapes import Shape
 from flashnorm_triton.tuning import measure
 
 EPS = 1e-5

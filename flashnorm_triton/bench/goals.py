@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.report import geomean, measured
+from flashnorm_triton.bench.report import geomean, measured
 
 
 @dataclass(frozen=True)

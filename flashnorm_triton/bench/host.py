@@ -7,7 +7,7 @@ all callables of all row counts alternate, for a CPU's clock moves by a third wi
 figure is the median over bursts. Where the plan is the unfused pair, its second launch is F.linear
 itself, and the goal is for what is beside that.
 
-    python bench/host.py [--out FILE] [--tokens ...] [--repeats R]
+    python -m flashnorm_triton.bench.host [--out FILE] [--tokens ...] [--repeats R]
 
 Exit: 0 when every cell is within the goal, 1 when one is not or failed, 2 without a GPU.
 """
@@ -18,22 +18,18 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
-from bench import report
-from bench.cases import DTYPE, EPS, Stock
-from bench.norm_linear import plan_of
-from bench.shapes import SHAPES, Shape, parse_tokens
 from flashnorm_triton import ops, results, runtime
+from flashnorm_triton.bench import report, running
+from flashnorm_triton.bench.cases import DTYPE, EPS, Stock
+from flashnorm_triton.bench.norm_linear import plan_of
+from flashnorm_triton.bench.shapes import SHAPES, Shape, parse_tokens
 from flashnorm_triton.tuning import measure
 
-ROOT = Path(__file__).resolve().parents[1]
 GOAL_US = 12.0
 # Their plans differ: one row, some rows, many rows. All of them take the GPU a few microseconds.
 TOKENS = (1, 4, 16, 64, 128, 512, 2048)
@@ -133,9 +129,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
 def run(args: argparse.Namespace) -> int:
     log = report.Log()
     torch.manual_seed(0)
-    head = results.header(copy_tb_s=measure.copy_tb_s(), matmul_tflops=measure.matmul_tflops())
-    folder = ROOT / "bench" / "results" / results.gpu_slug(head["gpu"])
-    path = args.out or folder / "host.json"
+    head = running.header()
+    path = running.result_file(args.out, head["gpu"], "host.json")
     facts = runtime.device_facts(torch.cuda.current_device())
     cells: dict[int, dict[str, Callable[[], object]]] = {}
     failed: dict[int, str] = {}
@@ -162,15 +157,11 @@ def run(args: argparse.Namespace) -> int:
         records.append(record)
     results.save(path, head, records)
     print(table(records), flush=True)
-    log(f"written: {path}")
-    return 0 if all(record.get("goal_met") for record in records) else 1
+    return running.ended(log, path, failed=not all(record.get("goal_met") for record in records))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="result file (default: bench/results/<gpu>/)")
+    parser = running.parser(__doc__)
     parser.add_argument(
         "--tokens", nargs="+", default=[str(m) for m in TOKENS], help="row counts M"
     )
@@ -187,13 +178,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
-    try:
-        measure.require_gpu()
-    except measure.NoGpuError as error:
-        print(f"host: {error}", file=sys.stderr)
-        return 2
-    with torch.no_grad():
-        return run(args)
+    return running.on_gpu("host", lambda: run(args))
 
 
 if __name__ == "__main__":
