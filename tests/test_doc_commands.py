@@ -141,6 +141,8 @@ def test_every_command(
     elif words[0] == "flashnorm":
         parse(command, words[1:], dry)
     elif words[0].startswith("python"):
+        if command.inline and "NAME" in line:
+            return  # stands for any of them
         script(words[1:], monkeypatch)
     else:
         pytest.fail(f"{command}: add it to RUN, RUN_ELSEWHERE or OTHERS, with a reason")
@@ -319,7 +321,10 @@ def test_names_in_the_text_are_there(page: Path) -> None:
             assert takes_any or set(keywords) <= set(known), (text, keywords)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which tells of what was
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_files_and_variables_in_the_text_are_there(page: Path) -> None:
     sources = "".join(path.read_text("utf-8") for path in ROOT.glob("flashnorm_triton/**/*.py"))
     sources += (ROOT / "run").read_text("utf-8")
