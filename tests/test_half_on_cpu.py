@@ -102,10 +102,10 @@ def _output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return result.logits if "logits" in result else result.last_hidden_state
 
 
-def error_ratios(name: str, dtype: torch.dtype, **options: bool) -> float:
-    """The error of a patched model against float64 over the stock model's, over three draws."""
+def error_ratios(name: str, dtype: torch.dtype, draws: int = 3, **options: bool) -> float:
+    """The error of a patched model against float64 over the stock model's, over some draws."""
     family, ours, theirs = BY_NAME[name], 0.0, 0.0
-    for seed in range(3):
+    for seed in range(draws):
         try:
             model = build(family, dtype, seed)
         except LookupError:
@@ -144,3 +144,10 @@ def test_models_with_gains_of_every_convention_err_no_more_than_stock(name, dtyp
 def test_a_fold_rounds_the_weights_within_the_contract(name):
     """Where stock rounds once after a gain in fp32 (1 + w, LayerNorm) that is one more rounding."""
     assert error_ratios(name, torch.bfloat16) <= 1.15
+
+
+def test_before_a_recurrence_the_fold_is_within_the_contract_too():
+    """Its first norm's weights feed a recurrence, which makes more of any rounding than the layers
+    do: of 32 single draws the ratio was 0.6 to 2.3, 1.14 on the whole (standard error 0.05). Three
+    of them say nothing."""
+    assert error_ratios("qwen3_5_text", torch.bfloat16, draws=8) <= 1.25
