@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flashnorm_triton.models.integers import real
+
 # Sizes no hidden size is likely to equal, so that a transposed tensor cannot pass for a plain one.
 BATCH, LENGTH = 2, 7
 _PARTS = ("vision_config", "audio_config", "image_config", "encoder", "backbone_config")
@@ -91,7 +93,7 @@ def _pixels(config: Any) -> list[Tensor]:
     channels = _number(config, "num_channels", "in_channels", "in_chans", default=3)
     patch = _number(config, "patch_size", default=16)
     time = _number(config, "temporal_patch_size", default=1)
-    patches = torch.empty(16, channels * time * patch * patch)
+    patches = torch.empty(_grid_side(config) ** 2, channels * time * patch * patch)
     images = torch.empty(BATCH, channels, side, side)
     videos = torch.empty(BATCH, _number(config, "num_frames", default=4), channels, side, side)
     large = torch.empty(BATCH, channels, 384, 384)
@@ -122,7 +124,13 @@ def _sound(config: Any) -> list[Tensor]:
 
 
 def _grid(config: Any) -> list[Tensor]:
-    return [torch.tensor([[1, 4, 4]])]
+    side = _grid_side(config)
+    return [real(lambda: torch.tensor([[1, side, side]]))]
+
+
+def _grid_side(config: Any) -> int:
+    """Patches in a row of an image: two places after merging."""
+    return 2 * _number(config, "spatial_merge_size", default=2)
 
 
 _TOKENS = ("input_ids", "decoder_input_ids")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flashnorm_triton.models import integers
 from flashnorm_triton.models import torch_functions as known
 from flashnorm_triton.models.sightings import PACKED, PASSTHROUGH, LastDim, Shape, Tag
 
@@ -47,7 +48,7 @@ class Follower(TorchFunctionMode):
     ``stack`` holds the names of the modules whose code is running, ``classes`` their class names.
     ``owners`` maps the id of a parameter to the module it belongs to; ``leaves`` names the modules
     (linears, norms) that are not looked into: a use of their weights in another module's code is
-    noted in ``borrowed``.
+    noted in ``borrowed``. With ``counting``, integers are computed (:mod:`integers`).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Follower(TorchFunctionMode):
         self.tags: dict[int, tuple[Tensor, Tag]] = {}
         self._weights: dict[int, tuple[Tensor, str, Tensor]] = {}
         self.quiet = False
+        self.counting = False
         self.kernels = 0
 
     def where(self) -> str:
@@ -136,7 +138,8 @@ class Follower(TorchFunctionMode):
                     f"{self.where()}",
                     PACKED,
                 )
-            result = known.answer(func, *_map_leaves((args, kwargs), _plain))
+            answer = integers.answer if self.counting else known.answer
+            result = answer(func, *_map_leaves((args, kwargs), _plain))
             if weights and isinstance(result, Tensor) and func in known.WEIGHT_VIEWS:
                 owner, parameter = weights[0]
                 self._weights[id(result)] = (result, owner, parameter)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flashnorm_triton.models.examples import BATCH, accepted_arguments
+from flashnorm_triton.models.integers import real
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -159,11 +160,18 @@ def options_of(shadow: nn.Module, example_inputs: Any = None) -> list[dict[str, 
     return [choice for index, choice in enumerate(kept) if choice not in kept[:index]]
 
 
-def faked(example_inputs: Any) -> Any:
-    """The example inputs with fake tensors for the real ones. Under a fake tensor mode."""
-    return torch.utils._pytree.tree_map_only(
-        Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), example_inputs
-    )
+def faked(example_inputs: Any, keep: Callable[[Tensor], bool] | None = None) -> Any:
+    """The example inputs with fake tensors for the real ones. Under a fake tensor mode.
+
+    Those that ``keep`` says stay, copied to the CPU.
+    """
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if keep is not None and keep(tensor):
+            return real(lambda: tensor.detach().to("cpu", copy=True))
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    return torch.utils._pytree.tree_map_only(Tensor, stand_in, example_inputs)
 
 
 @contextmanager

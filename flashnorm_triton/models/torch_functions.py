@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
 )
 from torch.nn import functional as F
 
@@ -93,6 +94,7 @@ DROPOUTS = {F.dropout, torch.dropout}
 _FOUND = 2  # places that a search over unknown data is taken to find
 _NUMBERS = {Tensor.__bool__: False, Tensor.__int__: 0, Tensor.__index__: 0, Tensor.__float__: 0.0}
 _SEARCHES = {Tensor.nonzero, torch.nonzero, torch.where, torch.argwhere, Tensor.argwhere}
+_CHECKS = _named((Tensor, torch), "_is_all_true")
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"}
 
 
@@ -130,9 +132,11 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict) -> Any:
     """Call ``func``; where the answer depends on data there is not, a plausible one is given.
 
     A truth value is False, a number 0, and a search (``nonzero``, a mask) finds two places at 0: so
-    a loop over the chosen experts passes once, over the first. Raises what ``func`` raises where no
-    such answer is at hand.
+    a loop over the chosen experts passes once, over the first. What torch is asked to check holds.
+    Raises what ``func`` raises where no such answer is at hand.
     """
+    if func in _CHECKS and isinstance(args[0], FakeTensor):
+        return torch.tensor(True)  # a constant, of which the value is known
     try:
         return func(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):

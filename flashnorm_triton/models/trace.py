@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 
 from flashnorm_triton.models.examples import guesses
 from flashnorm_triton.models.flow import Follower, leaves
+from flashnorm_triton.models.integers import are_real, is_real
 from flashnorm_triton.models.linears import linear_kind, linear_sizes
 from flashnorm_triton.models.repeats import Repeats
 from flashnorm_triton.models.rows import UNSEEN
@@ -219,16 +220,18 @@ class Tracer:
         """One forward with the first inputs and options that the model takes, found out once."""
         if self._call_with is not None:
             inputs, options = self._call_with
+            self._follower.counting = are_real(inputs)
             run_once(self._shadow, inputs, options, self._returned, decode)
             return
         follower, first = self._follower, None
         with follower.looking_away():
             if self._example_inputs is not None:
-                choices = [faked(self._example_inputs)]
+                choices = [faked(self._example_inputs), faked(self._example_inputs, is_real)]
             else:
                 choices = list(guesses(self._shadow))
             all_options = options_of(self._shadow, self._example_inputs)
         for inputs in choices:
+            follower.counting = are_real(inputs)
             for options in all_options:
                 try:
                     run_once(self._shadow, inputs, options, self._returned, decode)
