@@ -14,6 +14,7 @@ from folders import layout, load, logits, record, relative, saved, tensors
 from transformers import AutoConfig
 
 import flashnorm_triton as fn
+from flashnorm_triton.checkpoints import hashing
 from flashnorm_triton.checkpoints.flags import is_folded
 from flashnorm_triton.demo_model import FOLDER
 
@@ -74,25 +75,45 @@ def test_every_weight_is_the_exact_product_rounded_once(
         assert torch.equal(old[name], new[name])
 
 
-def test_the_record_names_version_hashes_and_every_norm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("digest", [None, "sha256"])
+def test_the_record_names_version_hashes_and_every_norm(tmp_path: Path, digest: str | None) -> None:
     source = saved(tmp_path / "src")
-    made = fn.fold_checkpoint(source, tmp_path / "dst", progress=False).record
+    options: dict[str, Any] = {"digest": digest, "progress": False}
+    made = fn.fold_checkpoint(source, tmp_path / "dst", **options).record
     assert made["flashnorm_triton"] == fn.__version__ and made["mode"] == "compat"
+    hashed = hashlib.sha256 if digest else pytest.importorskip("blake3").blake3
+    assert made["source"]["digest"] == (digest or "blake3")
     files = made["source"]["files"]
     assert files.keys() == {f.name for f in source.iterdir()} - {"model.safetensors.index.json"}
-    for name, digest in files.items():
-        assert hashlib.sha256((source / name).read_bytes()).hexdigest() == digest
+    for name, one in files.items():
+        assert hashed((source / name).read_bytes()).hexdigest() == one
+    listing = "".join(f"{files[name]}  {name}\n" for name in sorted(files))
+    assert made["source"]["hash"] == hashed(listing.encode()).hexdigest()
     model = load(source)
     norms = {n for n, m in model.named_modules() if "Norm" in type(m).__name__}
     told = [one["norm"] for one in [*made["folds"], *made["kept"]]]
     assert sorted(told) == sorted(norms)
     assert all(one["reason"] for one in made["kept"])
-    again = fn.fold_checkpoint(source, tmp_path / "again", progress=False).record
+    again = fn.fold_checkpoint(source, tmp_path / "again", **options).record
     assert again == made
     old = (source / "tokenizer.json").read_text()
     (source / "tokenizer.json").write_text(old + " ")
-    other = fn.fold_checkpoint(source, tmp_path / "other", progress=False).record
-    assert other["source"]["sha256"] != made["source"]["sha256"]
+    other = fn.fold_checkpoint(source, tmp_path / "other", **options).record
+    assert other["source"]["hash"] != made["source"]["hash"]
+
+
+def test_without_blake3_the_record_says_sha256(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(tmp_path / "src", shard="1GB")
+    monkeypatch.setattr(hashing, "blake3", None)
+    made = fn.fold_checkpoint(source, tmp_path / "dst", progress=False).record["source"]
+    data = (source / "model.safetensors").read_bytes()
+    assert made["digest"] == "sha256"
+    assert made["files"]["model.safetensors"] == hashlib.sha256(data).hexdigest()
+    for wanted, message in (("blake3", "pip install blake3"), ("md5", "use blake3 or sha256")):
+        with pytest.raises(ValueError, match=message):
+            fn.fold_checkpoint(source, tmp_path / wanted, digest=wanted, progress=False)
 
 
 def test_flags_and_card(tmp_path: Path) -> None:
@@ -113,7 +134,7 @@ def test_flags_and_card(tmp_path: Path) -> None:
     unmarked = ModelCard.load(tmp_path / "off" / "README.md").data.to_dict()
     assert "weightless-rmsnorm" not in unmarked["tags"]
     text = (tmp_path / "on" / "README.md").read_text()
-    assert record(tmp_path / "on")["source"]["sha256"] in text and fn.__version__ in text
+    assert record(tmp_path / "on")["source"]["hash"] in text and fn.__version__ in text
     assert (tmp_path / "on" / "README.source.md").read_text() == card
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import threading
@@ -18,7 +19,9 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 import flashnorm_triton as fn
-from flashnorm_triton.checkpoints.verifying import verify_checkpoint
+from flashnorm_triton.checkpoints import hashing
+from flashnorm_triton.checkpoints.source import open_source
+from flashnorm_triton.checkpoints.verifying import _source_checks, verify_checkpoint
 from flashnorm_triton.cli import app
 
 
@@ -186,6 +189,37 @@ def test_verify_sees_another_layout(pair: tuple[Path, Path], tmp_path: Path) -> 
     failed = [c for c in verify_checkpoint(source, moved, seed=1).checks if not c.passed]
     assert [check.name for check in failed] == ["file, name, dtype, shape"]
     assert name in failed[0].value
+
+
+def test_verify_compares_the_source_with_the_hashes_of_the_record(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this release's records, and of those that knew no other hash than sha256."""
+    source, folded = pair
+    other, old = (Path(shutil.copytree(one, tmp_path / one.name)) for one in pair)
+    shard = sorted(other.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x11\x3c")  # one weight
+    made = record(old)
+    files = {
+        name: hashlib.sha256((source / name).read_bytes()).hexdigest()
+        for name in made["source"]["files"]
+    }
+    made |= {"schema": 1, "source": {"name": "src", "sha256": "0" * 64, "files": files}}
+    (old / "flashnorm.json").write_text(json.dumps(made))
+    for target in (folded, old):
+        told = {}
+        for place in (source, other):
+            one, *_ = _source_checks(open_source(place, "src"), open_source(target, "dst"))
+            told[place] = one
+        assert told[source].passed and f"{len(files) - 1} files alike" in told[source].value
+        assert not told[other].passed and shard.name in told[other].value
+        assert told[source].name.endswith("sha256") == (target == old or hashing.blake3 is None)
+    assert _source_checks(open_source(source, "src"), open_source(source, "src")) == []
+    monkeypatch.setattr(hashing, "blake3", None)
+    made["source"]["digest"] = "blake3"
+    (old / "flashnorm.json").write_text(json.dumps(made))
+    (check,) = _source_checks(open_source(source, "src"), open_source(old, "dst"))
+    assert check.passed and check.value == "not compared" and "pip install blake3" in check.limit
 
 
 @pytest.mark.parametrize("strict", [False, True])

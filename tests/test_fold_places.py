@@ -106,7 +106,9 @@ def test_a_snapshot_in_the_hubs_cache(original: Path, tmp_path: Path) -> None:
     before = state(blobs)
     result = fn.fold_checkpoint(snapshot, tmp_path / "dst", progress=False)
     assert result.record["source"]["name"] == "me/tiny.model"
-    assert "base_model: me/tiny.model" in (tmp_path / "dst" / "README.md").read_text()
+    assert result.record["source"]["revision"] == "0a1b2c"
+    card = (tmp_path / "dst" / "README.md").read_text()
+    assert "base_model: me/tiny.model" in card and "revision `0a1b2c`" in card
     assert state(blobs) == before
     for file in (tmp_path / "dst").rglob("*"):
         assert not file.is_symlink() and file.stat().st_mode & stat.S_IWUSR
@@ -146,7 +148,7 @@ def test_other_files_go_along_whatever_their_size(source: Path, tmp_path: Path) 
     (source / "assets" / "empty").touch()
     (source / "pytorch_model.bin").write_bytes(b"pickled")
     tracemalloc.start()
-    result = fn.fold_checkpoint(source, tmp_path / "dst", progress=False)
+    result = fn.fold_checkpoint(source, tmp_path / "dst", digest="sha256", progress=False)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < large.stat().st_size

@@ -20,7 +20,9 @@ def make_card(folder: Path, record: dict[str, Any]) -> str:
     """
     import yaml
 
-    source = record["source"]["name"]
+    origin = record["source"]
+    source = origin["name"]
+    at = f", revision `{origin['revision']}`" if origin["revision"] else ""
     card = folder / CARD
     meta = {key: value for key, value in _front(card).items() if key in _KEPT}
     meta.setdefault("library_name", "transformers")
@@ -58,7 +60,7 @@ def make_card(folder: Path, record: dict[str, Any]) -> str:
         "cannot be folded into quantized weights.",
         "## Provenance",
         f"- made by flashnorm_triton {record['flashnorm_triton']}, mode {record['mode']}\n"
-        f"- source: `{source}`, sha256 over its files `{record['source']['sha256']}`\n"
+        f"- source: `{source}`{at}, {origin['digest']} over its files `{origin['hash']}`\n"
         f"- every fold, and the norms that were left alone: `{RECORD}`"
         + (f"\n- the source's own card: `{SOURCE_CARD}`" if card.is_file() else ""),
     ]

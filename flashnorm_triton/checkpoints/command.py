@@ -48,6 +48,10 @@ def fold(
         typer.Option(help="Leave norms with more uneven gains alone, for quantizing (try 1.25)."),
     ] = None,
     flags: Annotated[bool, typer.Option(help="Mark config.json and the card as folded.")] = True,
+    digest: Annotated[
+        str | None,
+        typer.Option(help="Name the source's files by blake3 (default) or sha256 (slower)."),
+    ] = None,
     push: Annotated[
         str | None, typer.Option(metavar="REPO", help="Upload the result to this hub repository.")
     ] = None,
@@ -69,6 +73,7 @@ def fold(
             head=head,
             max_crest=max_crest,
             flags=flags,
+            digest=digest,
         )
         for folder in result.cleared:
             typer.echo(f"removed what a fold that was killed had left: {folder}")

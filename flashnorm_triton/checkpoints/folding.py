@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from flashnorm_triton import __version__
 from flashnorm_triton.checkpoints.card import make_card
 from flashnorm_triton.checkpoints.guard import check_destination, check_foldable, check_space
+from flashnorm_triton.checkpoints.hashing import choose, hash_bytes, hash_listing
 from flashnorm_triton.checkpoints.plan import Plan, divided_bias, gain_of, make_plan
 from flashnorm_triton.checkpoints.safefile import FLOATS, NAME_OF
 from flashnorm_triton.checkpoints.source import (
@@ -73,6 +73,7 @@ def fold_checkpoint(
     head: bool = True,
     max_crest: float | None = None,
     flags: bool = True,
+    digest: str | None = None,
     progress: bool = True,
 ) -> FoldResult:
     """Write a copy of a saved model whose norm gains are multiplied into the weights that follow.
@@ -96,6 +97,8 @@ def fold_checkpoint(
             is quantized afterwards then errs at most that many times more than the source would.
         flags: mark config.json (``flashnorm_folded``, ``flash_norm``) and the card's tags, where
             the marks are true: engines that read them drop the norms' tensors.
+        digest: what the record names the source's files by: ``"blake3"`` or ``"sha256"`` (which the
+            hub lists, at several times the cost); None: blake3, sha256 where it is not installed.
         progress: show a bar with bytes and remaining time.
 
     Returns:
@@ -112,7 +115,7 @@ def fold_checkpoint(
         raise ValueError(
             f"max_crest={max_crest}: a crest factor is at least 1; usual are 1.25 to 2"
         )
-    wanted = _dtype_name(dtype)
+    wanted, digest = _dtype_name(dtype), choose(digest)
     source = open_source(folder, name)
     check_foldable(source)
     plan = make_plan(source, untie=untie, head=head, max_crest=max_crest)
@@ -120,7 +123,9 @@ def fold_checkpoint(
     total = sum(s.data_start + s.data_size for s in source.shards.values())
     total += sum((folder / file).stat().st_size for file in source.others)
     with _bar(total, progress) as advance:
-        rewriter = Rewriter(_edits(source, plan, strict), _added(source, plan), cast, advance)
+        rewriter = Rewriter(
+            _edits(source, plan, strict), _added(source, plan), cast, advance, digest
+        )
         cleared = clear_leftovers(destination)
         parent = destination.resolve().parent
         existing = next(one for one in (parent, *parent.parents) if one.exists())
@@ -128,9 +133,9 @@ def fold_checkpoint(
         with workplace(destination) as work:
             hashes = rewriter.write_shards(source.shards, work)
             rewriter.finish()
-            hashes |= _copy_others(source, work, advance)
-            hashes[CONFIG] = _hash((folder / CONFIG).read_bytes())
-            record = _record(source, plan, hashes, strict, wanted, cast)
+            hashes |= _copy_others(source, work, advance, digest)
+            hashes[CONFIG] = hash_bytes(digest, (folder / CONFIG).read_bytes())
+            record = _record(source, plan, digest, hashes, strict, wanted, cast)
             record["marks"] = list(plan.marks) if flags else []
             _write_texts(source, rewriter, plan, work, record, wanted)
     return FoldResult(destination, record, cleared)
@@ -196,32 +201,40 @@ def _needed(source: Source, rewriter: Rewriter) -> int:
     return weights + sum((source.path / file).stat().st_size for file in source.others)
 
 
-def _copy_others(source: Source, work: Path, advance: Callable[[int], object]) -> dict[str, str]:
+def _copy_others(
+    source: Source, work: Path, advance: Callable[[int], object], digest: str
+) -> dict[str, str]:
     hashes = {}
     for file in source.others:
         target = work / (SOURCE_CARD if str(file) == CARD else file)
         target.parent.mkdir(parents=True, exist_ok=True)
-        hashes[file.as_posix()] = copy_hashed(source.path / file, target, advance)
+        hashes[file.as_posix()] = copy_hashed(source.path / file, target, advance, digest)
     return hashes
 
 
 def _record(
     source: Source,
     plan: Plan,
+    digest: str,
     hashes: dict[str, str],
     strict: bool,
     wanted: str | None,
     cast: dict[str, str],
 ) -> dict[str, Any]:
     files = dict(sorted(hashes.items()))
-    listing = "".join(f"{digest}  {name}\n" for name, digest in files.items())
     widest = {"F64"} & {source.entries[fold.gain].dtype for fold in plan.folds}
     return {
-        "schema": 1,
+        "schema": 2,
         "flashnorm_triton": __version__,
         "mode": "strict" if strict else "compat",
         "arithmetic": "float64" if widest else "float32",
-        "source": {"name": source.name, "sha256": _hash(listing.encode()), "files": files},
+        "source": {
+            "name": source.name,
+            "revision": source.revision,
+            "digest": digest,
+            "hash": hash_listing(digest, files),
+            "files": files,
+        },
         "dtype": str(FLOATS[wanted]).removeprefix("torch.") if wanted else None,
         "converted": cast,
         "untied": plan.untied[0] if plan.untied else None,
@@ -293,10 +306,6 @@ def _set(config: dict[str, Any], key: str, value: Any, always: bool = False) -> 
 
 def _dump(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 @contextmanager

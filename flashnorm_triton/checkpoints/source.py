@@ -54,9 +54,9 @@ class Source:
         return read_tensor(self.shards[self.weight_map[tensor]], self.entries[tensor])
 
     @property
-    def largest_shard(self) -> int:
-        """Bytes of the largest weight file."""
-        return max(shard.data_start + shard.data_size for shard in self.shards.values())
+    def revision(self) -> str | None:
+        """The commit, of a snapshot in the hub's cache: on the hub it names every file."""
+        return self.path.name if _cached_id(self.path) else None
 
 
 def locate(source: str | Path) -> tuple[Path, str]:
@@ -67,10 +67,7 @@ def locate(source: str | Path) -> tuple[Path, str]:
     folder = Path(source).expanduser()
     if folder.is_dir():
         folder = folder.resolve()
-        cache = folder.parent.parent.name  # of the hub: models--org--name/snapshots/commit
-        if folder.parent.name == "snapshots" and cache.startswith("models--"):
-            return folder, cache.removeprefix("models--").replace("--", "/")
-        return folder, folder.name
+        return folder, _cached_id(folder) or folder.name
     text = str(source)
     if folder.is_file():
         raise FileNotFoundError(f"{source} is a file: give the folder that holds config.json")
@@ -86,6 +83,14 @@ def locate(source: str | Path) -> tuple[Path, str]:
             f"{source!r} is no folder here and could not be fetched from the hub ({first})"
         ) from error
     return Path(found), text
+
+
+def _cached_id(folder: Path) -> str | None:
+    """The hub id of a snapshot in the hub's cache (models--org--name/snapshots/commit)."""
+    cache = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not cache.startswith("models--"):
+        return None
+    return cache.removeprefix("models--").replace("--", "/")
 
 
 def open_source(path: Path, name: str) -> Source:

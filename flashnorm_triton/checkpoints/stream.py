@@ -8,19 +8,21 @@ gone by, wherever those are stored.
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from flashnorm_triton.checkpoints.hashing import new_digest
+from flashnorm_triton.checkpoints.reading import CHUNK, HashedReader
 from flashnorm_triton.checkpoints.safefile import (
     FLOATS,
     Entry,
@@ -29,14 +31,11 @@ from flashnorm_triton.checkpoints.safefile import (
     to_bytes,
 )
 
-_CHUNK = 1 << 20  # bytes read at a time: they stay in the cache until they are written
-_WRITE = (
-    1 << 18
-)  # bytes written at a time: above, the kernel looks for large pages, at several times
-# the cost of the copy itself
+# Bytes written at a time: above, the kernel looks for large pages, at several times the cost of the
+# copy itself.
+_WRITE = 1 << 18
 # Elements multiplied at a time where a float32 copy is needed, which then stays in the cache.
 _PIECE = 1 << 15
-_BUFFERS = 3
 _WORKERS = 4  # shards at a time
 # A healthy float16 product is off by about 2e-4; beyond this, subnormal values were hit.
 _HALF_ERROR = 5e-4
@@ -85,6 +84,7 @@ class Rewriter:
         added: tensors that the source has not.
         cast: stored dtypes (safetensors names) that are converted, and to what.
         advance: told of the bytes read.
+        digest: the algorithm that the source is hashed with.
     """
 
     def __init__(
@@ -93,10 +93,13 @@ class Rewriter:
         added: tuple[Added, ...] = (),
         cast: Mapping[str, str] | None = None,
         advance: Callable[[int], object] = lambda count: None,
+        digest: str = "sha256",
     ) -> None:
         self._edits, self._added = edits, added
         self._cast = dict(cast or {})
+        self._digest = digest
         self._advance = advance
+        self._apart = False
         self._stopped = threading.Event()
         self._moved: dict[str, Tensor] = {}
         self._waiting: dict[str, tuple[Path, int, str, Tensor]] = {}
@@ -118,11 +121,13 @@ class Rewriter:
         return make_header(tensors, shard.metadata)
 
     def write_shards(self, shards: Mapping[str, Shard], folder: Path) -> dict[str, str]:
-        """:meth:`write` for every shard, several at a time; their sources' sha256 by file name.
+        """:meth:`write` for every shard, several at a time; their sources' hashes by file name.
 
         Raises what the first failure or interrupt raises, once all have stopped.
         """
-        workers = min(_WORKERS, os.cpu_count() or 1, len(shards))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        workers = min(_WORKERS, cores or 1, len(shards))
+        self._apart = 2 * workers <= (cores or 1)  # a thread that hashes has a core of its own
         # One thread for each shard: torch's own would wait for each other longer than they work.
         threads = torch.get_num_threads()
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
@@ -140,7 +145,7 @@ class Rewriter:
         return {name: future.result() for name, future in futures.items()}
 
     def write(self, shard: Shard, target: Path) -> str:
-        """Write the new form of ``shard`` to ``target``; returns the source file's sha256.
+        """Write the new form of ``shard`` to ``target``; returns the source file's hash.
 
         Raises ValueError when a product leaves the range of float16, or the source is changed
         while it is read.
@@ -148,25 +153,25 @@ class Rewriter:
         before = os.stat(shard.path)
         header, entries = self.layout(shard)
         new = {entry.name: entry for entry in entries}
-        with (
-            shard.path.open("rb", buffering=0) as source,
-            target.open("wb", buffering=0) as sink,
-            ThreadPoolExecutor(1) as hasher,
-        ):
+        digest = new_digest(self._digest)
+        with ExitStack() as stack:
+            source = stack.enter_context(shard.path.open("rb", buffering=0))
+            sink = stack.enter_context(target.open("wb", buffering=0))
+            hasher = stack.enter_context(ThreadPoolExecutor(1)) if self._apart else None
             reserve(sink, len(header) + (entries[-1].stop if entries else 0))
-            reader = HashedReader(source, hasher, self._told)
+            reader = HashedReader(source, digest, hasher, self._told)
             reader.skip(len(shard.header))
             write_all(sink, header)
             for entry in shard.entries:
                 self._tensor(reader, sink, entry, new.get(entry.name), target)
-            digest = reader.hexdigest()
+            reader.finish()
             for one in self._added:
                 if one.name in new:
                     self._add(source, sink, shard, one, new[one.name])
         after = os.stat(shard.path)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
             raise ValueError(f"{shard.path.name} was changed while it was read: start again")
-        return digest
+        return digest.hexdigest()
 
     def finish(self) -> None:
         """Write the biases that W·β was added to: float64 sums, one rounding."""
@@ -220,68 +225,9 @@ class Rewriter:
         old = next(entry for entry in shard.entries if entry.name == one.source)
         source.seek(shard.data_start + old.start)
         product = Product(old, place.dtype, one.scale)
-        for chunk in HashedReader(source, None, lambda count: None).pieces(
-            old.size, product.row_bytes
-        ):
+        for chunk in HashedReader(source, None).pieces(old.size, product.row_bytes):
             write_all(sink, product(chunk))
         product.check()
-
-
-class HashedReader:
-    """Reads a file from where it stands, piece by piece; a thread hashes what was read."""
-
-    def __init__(
-        self,
-        source: io.RawIOBase,
-        hasher: ThreadPoolExecutor | None,
-        advance: Callable[[int], object],
-    ) -> None:
-        self._source, self._hasher, self._advance = source, hasher, advance
-        self._digest = hashlib.sha256()
-        self._buffers = [bytearray(_CHUNK) for _ in range(_BUFFERS)]
-        self._busy: list[Future[None] | None] = [None] * _BUFFERS
-        self._turn = 0
-
-    def pieces(self, size: int, unit: int) -> Iterator[memoryview]:
-        """The next ``size`` bytes, in pieces of whole units; each is valid until the next but one.
-
-        Raises ValueError when the file ends before.
-        """
-        step = max(_CHUNK // unit, 1) * unit
-        while size:
-            count = min(step, size)
-            self._turn = turn = (self._turn + 1) % _BUFFERS
-            self._wait(turn)
-            if len(self._buffers[turn]) < count:
-                self._buffers[turn] = bytearray(count)
-            view = memoryview(self._buffers[turn])[:count]
-            filled = 0
-            while filled < count:
-                got = self._source.readinto(view[filled:])
-                if not got:
-                    raise ValueError(f"{self._source.name} ends before its header says")
-                filled += got
-            if self._hasher is not None:
-                self._busy[turn] = self._hasher.submit(self._digest.update, view)
-            size -= count
-            self._advance(count)
-            yield view
-
-    def skip(self, size: int) -> None:
-        """Read (and hash) bytes that nobody wants."""
-        for _ in self.pieces(size, 1):
-            pass
-
-    def hexdigest(self) -> str:
-        """The sha256 of everything read."""
-        for turn in range(_BUFFERS):
-            self._wait(turn)
-        return self._digest.hexdigest()
-
-    def _wait(self, turn: int) -> None:
-        future, self._busy[turn] = self._busy[turn], None
-        if future is not None:
-            future.result()
 
 
 class Product:
@@ -380,9 +326,9 @@ class Product:
             )
 
 
-def copy_hashed(path: Path, target: Path, advance: Callable[[int], object]) -> str:
-    """Copy a file, a piece at a time; its sha256."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+def copy_hashed(path: Path, target: Path, advance: Callable[[int], object], name: str) -> str:
+    """Copy a file, a piece at a time; its hash, of the algorithm ``name``."""
+    digest, buffer = new_digest(name), memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as source, target.open("wb", buffering=0) as sink:
         while count := source.readinto(buffer):
             digest.update(buffer[:count])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from flashnorm_triton.auto import load
-from flashnorm_triton.checkpoints.source import RECORD, Source, locate, open_source
+from flashnorm_triton.checkpoints.hashing import choose, hash_file
+from flashnorm_triton.checkpoints.source import CONFIG, RECORD, Source, locate, open_source
 from flashnorm_triton.demo.accuracy import (
     ERROR_RATIO,
     PERPLEXITY_RATIO,
@@ -77,7 +78,8 @@ def verify_checkpoint(
     most 1.25 times those of the source model run in the folded one's dtype, over logits and over
     every layer's output, on fixed and on random tokens. Held-out perplexity (``text``, where one is
     given) may rise by half a percent, and greedy choices agree with float64's as stock's do.
-    Where the record says that the layout was kept, files, names, dtypes and shapes are compared.
+    Where there is a record of the fold, the source's config and weights have the hashes that it
+    gives, and files, names, dtypes and shapes are compared.
 
     Args:
         src, dst: folders or hub ids.
@@ -90,7 +92,7 @@ def verify_checkpoint(
     """
     source = open_source(*locate(src))
     folded = open_source(*locate(dst))
-    checks = _layout_checks(source, folded)
+    checks = _source_checks(source, folded) + _layout_checks(source, folded)
     ours = _model(folded.path, "auto", device)
     dtype = next(ours.parameters()).dtype
     stock = _model(source.path, dtype, device)
@@ -249,6 +251,23 @@ def _head_folded(folded: Source) -> bool:
 def _record(folded: Source) -> Mapping[str, Any] | None:
     path = folded.path / RECORD
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _source_checks(source: Source, folded: Source) -> list[Check]:
+    """Is this the source that the record names? By its hashes of weights and config."""
+    record = _record(folded)
+    if record is None:
+        return []
+    name = record["source"].get("digest", "sha256")  # schema 1 had no other
+    recorded = record["source"]["files"]
+    wanted = {file: recorded.get(file) for file in (CONFIG, *source.shards)}
+    try:
+        choose(name)
+    except ValueError as error:
+        return [Check(f"source files, {name}", "not compared", str(error), True)]
+    wrong = [file for file, one in wanted.items() if one != hash_file(name, source.path / file)]
+    value = f"differs at {wrong[0]}" if wrong else f"{len(wanted)} files alike"
+    return [Check(f"source files, {name}", value, "as recorded", not wrong)]
 
 
 def _layout_checks(source: Source, folded: Source) -> list[Check]:
