@@ -294,7 +294,12 @@ def calls(page: Path) -> list[ast.Call]:
     found = []
     for span in spans(page):
         if span.startswith(("fn.", "flashnorm_triton.", "with fn.")):
-            source = span.removeprefix("with ").removesuffix(": ...").replace(", ...", "")
+            source = (
+                span.replace("=...", "=None")
+                .removeprefix("with ")
+                .removesuffix(": ...")
+                .replace(", ...", "")
+            )
             tree = ast.parse(source.replace("...", ""), mode="eval")
             found += [
                 node for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Attribute))
