@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashnorm_triton import patch, results
-from flashnorm_triton.bench import decoding, generate
+from flashnorm_triton.bench import decoders, decoding, generate
 
 SIZE = generate.Size(layers=2, hidden=64, heads=4, kv_heads=2, intermediate=128, vocab=512)
 HEAD = results.header(copy_tb_s=4.0, matmul_tflops=800.0, gpu="NVIDIA H200")
@@ -159,8 +159,8 @@ def test_step_bytes_counts_a_tied_head_once_and_the_cache():
     model = generate.make_model(SIZE, "cpu")
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 128) + 2 * 64
     weights = 2 * (2 * layer + 512 * 64 + 64)
-    assert generate.step_bytes(model, 0) == weights
-    assert generate.step_bytes(model, 10) == weights + 10 * 2 * 2 * 2 * 16 * 2
+    assert decoders.step_bytes(model, 1, 0) == weights
+    assert decoders.step_bytes(model, 1, 10) == weights + 10 * 2 * 2 * 2 * 16 * 2
 
 
 def logits(*, noise: float, steps=8, shift=0):

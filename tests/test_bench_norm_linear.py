@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashnorm_triton import algebra, ops, plans, results
-from flashnorm_triton.bench import accuracy, cases, norm_linear, report
+from flashnorm_triton.bench import accuracy, cases, norm_linear, report, resuming
 from flashnorm_triton.bench.shapes import SHAPES, TOKENS, Shape, parse_shapes, parse_tokens
 from flashnorm_triton.tuning import measure
 
@@ -316,21 +316,20 @@ def good_record(shape, m, **changes):
 
 
 def test_a_sweep_saves_after_every_cell_and_survives_a_failing_one(tmp_path):
-    path = tmp_path / "r.json"
+    kept = resuming.Kept(tmp_path / "r.json", HEAD)
     saved = []
 
-    def save(records):
-        results.save(path, HEAD, records)
-        saved.append(len(results.load(path).records))
+    def save(record):
+        kept.save([record])
+        saved.append(len(results.load(kept.path).records))
 
     def one(case, m):
         if m == 2:
             raise RuntimeError("illegal memory access")
         return good_record(case, m)
 
-    records, complete = norm_linear.sweep(
-        SHAPES[:2],
-        (1, 2, 4),
+    complete = norm_linear.sweep(
+        [(shape, m) for shape in SHAPES[:2] for m in (1, 2, 4)],
         make_case=lambda shape: shape,
         cell=one,
         save=save,
@@ -338,6 +337,7 @@ def test_a_sweep_saves_after_every_cell_and_survives_a_failing_one(tmp_path):
         log=FakeLog(),
     )
     assert complete and saved == [1, 2, 3, 4, 5, 6]
+    records = kept.records
     assert [r.get("error") for r in records[:3]] == [
         None,
         "RuntimeError: illegal memory access",
@@ -347,18 +347,17 @@ def test_a_sweep_saves_after_every_cell_and_survives_a_failing_one(tmp_path):
 
 
 def test_a_sweep_stops_at_its_budget_with_what_it_has():
-    log = FakeLog()
+    log, records = FakeLog(), []
 
     def one(case, m):
         log.seconds += 30.0
         return good_record(case, m)
 
-    records, complete = norm_linear.sweep(
-        SHAPES,
-        TOKENS,
+    complete = norm_linear.sweep(
+        [(shape, m) for shape in SHAPES for m in TOKENS],
         make_case=lambda shape: shape,
         cell=one,
-        save=lambda records: None,
+        save=records.append,
         budget_s=100.0,
         log=log,
     )

@@ -34,7 +34,7 @@ _ANSWER_S = 60.0
 @dataclass(frozen=True)
 class Contender:
     """``level`` is "stock" or a level of ``patch``; ``task`` "decode" or "prefill"; ``tokens`` the
-    places of the cache, or of the prompt."""
+    places of the cache, or of the prompt; ``model`` what ``decoders.make`` takes."""
 
     model: str
     level: str
@@ -42,6 +42,7 @@ class Contender:
     batch: int
     tokens: int
     task: str = "decode"
+    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
@@ -57,10 +58,10 @@ def _patched(model: Any, level: str) -> Any:
 class Loaded:
     """A model, stock or patched, for all contenders of a process."""
 
-    def __init__(self, model: str, level: str, device: str) -> None:
+    def __init__(self, model: str, level: str, device: str, dtype: str = "bfloat16") -> None:
         from flashnorm_triton.bench import decoders
 
-        self.model, self.device = decoders.make(model, device), device
+        self.model, self.device = decoders.make(model, device, dtype=dtype), device
         # Of the model as it is before it is patched: with no cache, and with a place of it.
         self._bytes = [decoders.step_bytes(self.model, 1, places) for places in (0, 1)]
         self.handle = _patched(self.model, level)
@@ -205,7 +206,7 @@ def _serve(pipe: Any, contenders: Sequence[Contender], device: str, undisturbed:
         loaded = None
         for what in contenders:
             try:
-                loaded = loaded or Loaded(what.model, what.level, device)
+                loaded = loaded or Loaded(what.model, what.level, device, what.dtype)
                 with undisturbed or contextlib.nullcontext():
                     ready[what] = Steps(what, loaded)
                 pipe.send((what, "ready", ready[what].most))

@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from flashnorm_triton import results
-from flashnorm_triton.bench import contenders, decoders, report, running
+from flashnorm_triton.bench import contenders, decoders, report, resuming, running
 from flashnorm_triton.bench.contenders import Contender, Group
 from flashnorm_triton.tuning import measure
 
@@ -40,6 +39,7 @@ WAVES: tuple[tuple[tuple[str, int], ...], ...] = (
     (("llama-3.1-8b", 8), ("llama-3.1-8b", 32)),
     (("tiny", 1), ("tiny", 2)),
 )  # fmt: skip
+IN_WAVES = {model for wave in WAVES for model, _ in wave}
 # Logits of two ways to round the same step, both in bf16: relative Frobenius distance.
 MOST_APART = 0.05
 DEFAULTS = {
@@ -62,11 +62,13 @@ def cell(model: str, batch: int, args: argparse.Namespace) -> list[Contender]:
     max-autotune, which takes a minute to compile, and the level below the best are for batch 1
     alone; the latter for the first model alone.
     """
-    levels = [level for level in args.levels if level != "norm" or (model, batch) == NORM_TOO]
+    levels = args.levels
+    if levels is LEVELS:
+        levels = [level for level in levels if level != "norm" or (model, batch) == NORM_TOO]
     pairs = [("stock", mode) for mode in args.baselines]
     pairs += [(level, mode) for mode in args.modes for level in levels]
     return [
-        Contender(model, level, mode, batch, args.tokens, args.task)
+        Contender(model, level, mode, batch, args.tokens, args.task, running.DTYPES[args.dtype])
         for level, mode in pairs
         if mode != "max-autotune" or (batch in args.autotuned and level != "norm")
     ]
@@ -82,6 +84,17 @@ def waves(args: argparse.Namespace) -> Iterator[list[list[Contender]]]:
         ]
         if cells:
             yield cells
+    for model in args.models:
+        if model not in IN_WAVES:
+            yield from ([cell(model, batch, args)] for batch in args.batches)
+
+
+def identity(what: Contender) -> dict[str, Any]:
+    """The fields that the contender's record has, measured or not."""
+    return {
+        "model": decoders.label(what.model), "mode": what.mode, "variant": what.level,
+        "batch": what.batch, "tokens": what.tokens, "dtype": what.dtype,
+    }  # fmt: skip
 
 
 def measure_cell(
@@ -104,10 +117,7 @@ def measure_cell(
             errors[what] = f"its logits are {apart:.3g} from the stock model's"
     records = []
     for what in group:
-        record: dict[str, Any] = {
-            "model": what.model, "mode": what.mode, "variant": what.level, "batch": what.batch,
-            "tokens": what.tokens, "dtype": "bfloat16",
-        }  # fmt: skip
+        record: dict[str, Any] = identity(what)
         if what in errors:
             records.append({**record, "error": errors[what]})
             log(f"{what.name}: {errors[what]}")
@@ -167,14 +177,27 @@ def describe(record: dict[str, Any]) -> str:
     return text
 
 
+def waves_left(args: argparse.Namespace, kept: resuming.Kept) -> list[list[list[Contender]]]:
+    """The waves without the cells of which the file has every contender; of the others it is to
+    forget what it has, for a cell is timed as a whole."""
+    left = []
+    for wave in waves(args):
+        cells = [group for group in wave if not all(kept.has(**identity(w)) for w in group)]
+        for what in (what for group in cells for what in group):
+            kept.forget(**identity(what))
+        left.append(cells)
+    return [cells for cells in left if cells]
+
+
 def run(args: argparse.Namespace) -> int:
     log = report.Log()
     head = running.header(args.device)
     path = running.result_file(args.out, head["gpu"], f"{args.task}.json")
     torch.cuda.empty_cache()
-    records: list[dict[str, Any]] = []
+    settings = {"rounds": args.rounds, "steps": args.steps, "seconds": args.seconds}
+    kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
     failed, stopped = 0, None
-    for cells in waves(args):
+    for cells in report.progress(waves_left(args, kept), args.task):
         everyone = [what for group in cells for what in group]
         if args.budget and log.seconds > args.budget:
             stopped = f"stopped at the budget of {args.budget:.0f} s before {everyone[0].model}"
@@ -186,20 +209,23 @@ def run(args: argparse.Namespace) -> int:
                 failed += len(live.errors)
                 continue
             for group in cells:
-                records += measure_cell(live, group, args, head["copy_tb_s"], log)
-                results.save(path, head, records)
+                kept.save(measure_cell(live, group, args, kept.head["copy_tb_s"], log))
     if args.warm:
         return int(failed > 0 or stopped is not None)
-    all_measured = len(report.measured(records)) == len(records)
+    all_measured = len(report.measured(kept.records)) == len(kept.records)
     return running.ended(log, path, failed=not all_measured, stopped=stopped)
 
 
 def parse(argv: Sequence[str], task: str) -> argparse.Namespace:
-    parser = running.parser(__doc__, trial=True)
+    parser = running.parser(__doc__, trial=True, resume=True)
     defaults = DEFAULTS[task]
     named = [name for name in decoders.NAMES if name != "tiny"]
     few = named if task == "decode" else named[:1]
-    parser.add_argument("--models", nargs="+", choices=decoders.NAMES, default=few)
+    parser.add_argument(
+        "--models", nargs="+", type=running.word(decoders.known), default=few,
+        help=f"{', '.join(decoders.NAMES)}, a folder with a config.json, or a hub id",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=running.DTYPES, default="bf16")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 16, 32])
     parser.add_argument(
         "--autotuned", nargs="*", type=int, default=[1],

@@ -25,14 +25,14 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from flashnorm_triton import results
-from flashnorm_triton.bench import decoding, report, running
+from flashnorm_triton.bench import decoders, decoding, report, resuming, running
 from flashnorm_triton.tuning import measure
 
 REPEATS = {"eager": 5, "compiled": 15}
@@ -74,27 +74,41 @@ class Size:
         )
 
 
+@dataclass(frozen=True)
+class Named:
+    """A model of ``decoders.config_of`` in a Size's place."""
+
+    model: str
+
+    @property
+    def name(self) -> str:
+        return decoders.label(self.model)
+
+    @cached_property
+    def _config(self) -> Any:
+        return decoders.config_of(self.model)
+
+    @property
+    def vocab(self) -> int:
+        return self._config.get_text_config().vocab_size
+
+
 EIGHT_B = Size(32, 4096, 32, 8, 14336, tied=False)
 
 
-def make_model(size: Size, device: str) -> Any:
-    """A bf16 model with random weights and, unlike a fresh one, random gains."""
+def make_model(size: Size | Named, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A model with random weights and, unlike a fresh one, random gains; it never ends a text."""
+    if isinstance(size, Named):
+        name = str(dtype).removeprefix("torch.")
+        model = decoders.make(size.model, device, seed=torch.initial_seed(), dtype=name)
+        model.generation_config.eos_token_id = None
+        return model
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(size.config(), dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(size.config(), dtype=dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.copy_(1 + 0.5 * torch.randn_like(parameter, dtype=torch.float32))
     return model.eval().requires_grad_(False)
-
-
-def step_bytes(model: Any, cached_tokens: float) -> float:
-    """Least bytes a decode step reads: every weight once (a tied head is the embedding) and
-    ``cached_tokens`` keys and values."""
-    config = model.config
-    weights = sum(p.numel() * p.element_size() for p in set(model.parameters()))
-    head_dim = config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    return weights + cached_tokens * per_token * model.dtype.itemsize
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -108,24 +122,36 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
+def identity(size: Size | Named, mode: str, variant: str, dtype: str) -> dict[str, Any]:
+    """The fields that every record has, measured or not."""
+    return {"model": size.name, "mode": mode, "variant": variant, "dtype": dtype}
+
+
 class Bench:
     """Both models, the float64 reference, and one prompt; measures one mode at a time."""
 
     def __init__(
-        self, size: Size, *, prompt: int, new: int, device: str, patch: Callable[[Any], Any]
+        self,
+        size: Size | Named,
+        *,
+        prompt: int,
+        new: int,
+        device: str,
+        patch: Callable[[Any], Any],
+        dtype: str = "bfloat16",
     ) -> None:
-        self.size, self.new = size, new
-        self.stock = make_model(size, device)
+        self.size, self.new, self.dtype = size, new, dtype
+        self.stock = make_model(size, device, getattr(torch, dtype))
         self.patched = copy.deepcopy(self.stock)
         self.reference = copy.deepcopy(self.stock).double()
-        self.bytes = step_bytes(self.stock, prompt + new / 2)
+        self.bytes = decoders.step_bytes(self.stock, 1, prompt + new // 2)
         patch(self.patched)
         self.prompt = torch.randint(1, size.vocab, (1, prompt), device=device)
         self.forced = torch.randint(1, size.vocab, (new,), device=device)
         self.wanted = decoding.reference_logits(self.reference, self.prompt, self.forced)
 
     def identity(self, mode: str, variant: str) -> dict[str, Any]:
-        return {"model": self.size.name, "mode": mode, "variant": variant}
+        return identity(self.size, mode, variant, self.dtype)
 
     def measure(
         self, mode: str, *, repeats: int, copy_tb_s: float, log: report.Log, budget_s: float
@@ -220,7 +246,6 @@ class Bench:
             "batch": 1,
             "prompt": self.prompt.shape[1],
             "new_tokens": self.new,
-            "dtype": "bfloat16",
         }
 
 
@@ -255,29 +280,51 @@ def run(args: argparse.Namespace, patch: Callable[[Any], Any]) -> int:
     head = running.header(args.device)
     path = running.result_file(args.out, head["gpu"], "generate.json")
     log(f"{head['gpu']}, torch {head['torch']}, transformers {head['transformers']}")
-    bench = Bench(args.size, prompt=args.prompt, new=args.new, device=args.device, patch=patch)
-    log("stock, patched and float64 models ready")
-    records: list[dict[str, Any]] = []
-    for mode in args.modes:
+    settings = {"prompt": args.prompt, "new": args.new, "seed": args.seed, "repeats": args.repeats}
+    kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
+    bench = None
+    for mode in report.progress(modes_left(args, kept), "generate"):
+        if bench is None:
+            bench = Bench(
+                args.size, prompt=args.prompt, new=args.new, device=args.device, patch=patch,
+                dtype=running.DTYPES[args.dtype],
+            )  # fmt: skip
+            log("stock, patched and float64 models ready")
         try:
-            records += bench.measure(
+            records = bench.measure(
                 mode,
                 repeats=args.repeats or REPEATS[mode],
-                copy_tb_s=head["copy_tb_s"],
+                copy_tb_s=kept.head["copy_tb_s"],
                 log=log,
                 budget_s=args.budget,
             )
         except Exception as error:
             why = f"{type(error).__name__}: {error}"[:2000]
-            records += [{**bench.identity(mode, v), "error": why} for v in ("stock", "patched")]
-        results.save(path, head, records)
-    print(table(records), flush=True)
-    return running.ended(log, path, failed=any(record.get("error") for record in records))
+            records = [{**bench.identity(mode, v), "error": why} for v in ("stock", "patched")]
+        kept.save(records)
+    report.say(table(kept.records))
+    return running.ended(log, path, failed=any(record.get("error") for record in kept.records))
+
+
+def modes_left(args: argparse.Namespace, kept: resuming.Kept) -> list[str]:
+    """The modes of which the file does not have both models; what it has of those is forgotten,
+    for the two are timed in turn."""
+    left = []
+    for mode in args.modes:
+        both = [
+            identity(args.size, mode, variant, running.DTYPES[args.dtype])
+            for variant in ("stock", "patched")
+        ]
+        if not all(kept.has(**one) for one in both):
+            left.append(mode)
+            for one in both:
+                kept.forget(**one)
+    return left
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     size = Size()
-    parser = running.parser(__doc__, trial=True)
+    parser = running.parser(__doc__, trial=True, resume=True)
     parser.add_argument("--modes", nargs="+", choices=decoding.MODES, default=decoding.MODES)
     parser.add_argument("--new", type=int, default=128, help="tokens to generate (128)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt (64)")
@@ -289,6 +336,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name in ("layers", "hidden", "heads", "kv_heads", "intermediate", "vocab"):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, dest=name, type=int, default=getattr(size, name))
+    parser.add_argument(
+        "--model", type=running.word(decoders.known),
+        help="a named shape, a folder with a config.json, or a hub id, in place of these sizes",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=running.DTYPES, default="bf16")
     args = parser.parse_args(argv)
     if args.new < 4:
         parser.error(f"--new {args.new}: at least 4 tokens, to tell step t from t-1")
@@ -299,6 +351,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args.size = Size(
         args.layers, args.hidden, args.heads, args.kv_heads, args.intermediate, args.vocab
     )
+    if args.model:
+        args.size = Named(args.model)
     if args.device == "cpu":
         args.modes = ("eager",)
     running.check_trial(parser, args)

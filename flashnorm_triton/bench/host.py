@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
             log(f"M={m}: " + ", ".join(f"{k} {v:.2f} µs" for k, v in record["host_us"].items()))
         records.append(record)
     results.save(path, head, records)
-    print(table(records), flush=True)
+    report.say(table(records))
     return running.ended(log, path, failed=not all(record.get("goal_met") for record in records))
 
 

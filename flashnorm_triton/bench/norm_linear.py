@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from flashnorm_triton import ops, plans, results, runtime, tables
-from flashnorm_triton.bench import accuracy, goals, report, running
+from flashnorm_triton import ops, plans, runtime, tables
+from flashnorm_triton.bench import accuracy, goals, report, resuming, running
 from flashnorm_triton.bench.cases import DTYPE, EPS, Case, warm
 from flashnorm_triton.bench.shapes import (
     FP16_SHAPES,
@@ -170,38 +170,34 @@ def measure_cell(
 
 
 def sweep(
-    shapes: Sequence[Shape],
-    tokens: Sequence[int],
+    cells: Sequence[tuple[Shape, int]],
     *,
     make_case: Callable[[Shape], Case],
     cell: Callable[[Case, int], dict[str, Any]],
-    save: Callable[[list[dict[str, Any]]], None],
+    save: Callable[[dict[str, Any]], None],
     budget_s: float,
     log: report.Log,
     dtype: torch.dtype = DTYPE,
-) -> tuple[list[dict[str, Any]], bool]:
-    """Measure every cell, saving after each; the records and whether the budget sufficed.
+) -> bool:
+    """Measure every cell and save its record; whether the budget sufficed.
 
     A cell that raises becomes a record with its ``error``, and the sweep goes on.
     """
-    records: list[dict[str, Any]] = []
-    for shape in report.progress(shapes, "norm_linear"):
-        case = None
-        for m in tokens:
-            if log.seconds > budget_s:
-                return records, False
-            try:
-                case = case or make_case(shape)
-                record = cell(case, m)
-            except Exception as error:
-                record = {
-                    **identity(shape, m, dtype),
-                    "error": f"{type(error).__name__}: {error}"[:2000],
-                }
-            records.append(record)
-            save(records)
-            log(describe(record))
-    return records, True
+    case, shape_of_case = None, None
+    for shape, m in report.progress(cells, "norm_linear"):
+        if log.seconds > budget_s:
+            return False
+        try:
+            if shape != shape_of_case:
+                case = None  # its memory goes before the next one's comes
+                case, shape_of_case = make_case(shape), shape
+            record = cell(case, m)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"[:2000]
+            record = {**identity(shape, m, dtype), "error": why}
+        save(record)
+        log(describe(record))
+    return True
 
 
 def warm_in_parallel(argv: Sequence[str], parts: int, log: report.Log) -> None:
@@ -255,78 +251,91 @@ def result_path(args: argparse.Namespace, gpu: str, dtype: str) -> Path:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     log = report.Log()
-    if args.jobs > 1:
-        warm_in_parallel(argv, args.jobs, log)
     torch.manual_seed(args.seed)
-    backend = measure.CudaBackend()
     head = running.header()
     head["liger_kernel"] = _installed("liger-kernel")
     head["tables"] = os.environ.get("FLASHNORM_TABLES", "on")
     log(f"{head['gpu']}: copy {head['copy_tb_s']:.2f} TB/s, {head['matmul_tflops']:.0f} TFLOP/s")
+    files = {name: begin(args, head, name, log) for name in args.dtypes}
+    if args.jobs > 1 and any(cells_left(args, name, kept) for name, kept in files.items()):
+        warm_in_parallel(argv, args.jobs, log)
+    codes = [measure_dtype(args, name, kept, log) for name, kept in files.items()]
+    return max(codes)
+
+
+def begin(
+    args: argparse.Namespace, head: dict[str, Any], name: str, log: report.Log
+) -> resuming.Kept:
+    """The file of one dtype, with what it has where ``--resume`` says so."""
+    settings = {
+        "rounds": args.rounds,
+        "compiled": args.compiled,
+        "tables": head["tables"],
+        "light": args.untuned or name != "bf16",
+    }
+    path = result_path(args, head["gpu"], name)
+    return resuming.begin(path, head, settings, resume=args.resume, log=log)
+
+
+def cells_left(args: argparse.Namespace, name: str, kept: resuming.Kept) -> list[tuple[Shape, int]]:
+    """The cells of one dtype that its file does not have."""
+    shapes, tokens = args.cells[name]
+    return [
+        (shape, m)
+        for shape in shapes
+        for m in tokens
+        if not kept.has(**identity(shape, m, DTYPES[name]))
+    ]
+
+
+def measure_dtype(args: argparse.Namespace, name: str, kept: resuming.Kept, log: report.Log) -> int:
+    """Measure what is left of one dtype, print its tables; its exit code."""
+    dtype, light = DTYPES[name], args.untuned or name != "bf16"
+    todo = cells_left(args, name, kept)
+    backend = measure.CudaBackend()
     facts = runtime.device_facts(torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    failed = False
-    for name in args.dtypes:
-        dtype, path = DTYPES[name], result_path(args, head["gpu"], name)
-        shapes, tokens = args.cells[name]
-        light = args.untuned or name != "bf16"
-        done, began = 0, log.seconds
+    began = log.seconds
 
-        def make_case(shape: Shape, dtype: torch.dtype = dtype) -> Case:
-            return Case(
-                shape,
-                cache_bytes=properties.L2_cache_size,
-                memory_bytes=properties.total_memory // 4,
-                dtype=dtype,
-            )
-
-        def cell(
-            case: Case,
-            m: int,
-            light: bool = light,
-            began: float = began,
-            cells: int = len(shapes) * len(tokens),
-        ) -> dict[str, Any]:
-            nonlocal done
-            paced = affordable(log.seconds, began, done, cells, args.compile_budget)
-            done += 1
-            return measure_cell(
-                case,
-                m,
-                backend=backend,
-                rounds=args.rounds,
-                compiled=args.compiled and not light and (m in COMPILED_TOKENS or paced),
-                head=head,
-                facts=facts,
-                light=light,
-            )
-
-        def save(records: list[dict[str, Any]], path: Path = path, name: str = name) -> None:
-            judged = goals.judge(records, goals.UNTUNED if args.untuned else goals.TUNED)
-            results.save(path, {**head, "goals": judged} if name == "bf16" else head, records)
-
-        records, complete = sweep(
-            shapes,
-            tokens,
-            make_case=make_case,
-            cell=cell,
-            save=save,
-            budget_s=args.budget,
-            log=log,
+    def make_case(shape: Shape) -> Case:
+        return Case(
+            shape,
+            cache_bytes=properties.L2_cache_size,
+            memory_bytes=properties.total_memory // 4,
             dtype=dtype,
         )
-        print(f"\n{name}" + report.operation_table(records), flush=True)
-        if name == "bf16":
-            judged = goals.judge(records, goals.UNTUNED if args.untuned else goals.TUNED)
-            print(goals.table(judged), flush=True)
-        stopped = None
-        if not complete:
-            stopped = (
-                f"stopped at the budget of {args.budget:.0f} s with {len(records)} cells measured"
-            )
-        broken = bool(report.contract_failures(records))
-        failed |= bool(running.ended(log, path, failed=broken, stopped=stopped))
-    return int(failed)
+
+    def cell(case: Case, m: int) -> dict[str, Any]:
+        done = len(kept.new)
+        paced = affordable(log.seconds, began, done, len(todo), args.compile_budget)
+        return measure_cell(
+            case,
+            m,
+            backend=backend,
+            rounds=args.rounds,
+            compiled=args.compiled and not light and (m in COMPILED_TOKENS or paced),
+            head=kept.head,
+            facts=facts,
+            light=light,
+        )
+
+    def save(record: dict[str, Any]) -> None:
+        judged = goals.judge([*kept.records, record], asked) if name == "bf16" else None
+        kept.save([record], **({} if judged is None else {"goals": judged}))
+
+    asked = goals.UNTUNED if args.untuned else goals.TUNED
+    complete = sweep(
+        todo, make_case=make_case, cell=cell, save=save, budget_s=args.budget, log=log, dtype=dtype
+    )
+    records = kept.records
+    report.say(f"\n{name}" + report.operation_table(records))
+    if name == "bf16":
+        report.say(goals.table(goals.judge(records, asked)))
+    stopped = None
+    if not complete:
+        stopped = f"stopped at the budget of {args.budget:.0f} s with {len(records)} cells measured"
+    broken = bool(report.contract_failures(records))
+    return running.ended(log, kept.path, failed=broken, stopped=stopped)
 
 
 def _installed(package: str) -> str:
@@ -351,7 +360,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = running.parser(__doc__)
+    parser = running.parser(__doc__, resume=True)
     parser.add_argument("--shapes", nargs="+", help="names of shapes.py, or KxN")
     parser.add_argument("--tokens", nargs="+", help="row counts M")
     parser.add_argument("--rounds", type=int, help="timed rounds a cell (default 21)")

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashnorm_triton import algebra, launch, ops, results, runtime, tables
-from flashnorm_triton.bench import accuracy, report, running
+from flashnorm_triton import algebra, launch, ops, runtime, tables
+from flashnorm_triton.bench import accuracy, report, resuming, running
 from flashnorm_triton.bench.cases import EPS, Stock
 from flashnorm_triton.bench.norm_linear import floor_us
 from flashnorm_triton.bench.shapes import TOKENS, Shape, parse_tokens
@@ -275,32 +275,34 @@ def run(args: argparse.Namespace) -> int:
     head = running.header()
     path = running.result_file(args.out, head["gpu"], "overlap.json")
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    records: list[dict[str, Any]] = []
-    todo = cells(args.tokens)
+    kept = resuming.begin(path, head, {"rounds": args.rounds}, resume=args.resume, log=log)
+    todo = [cell for cell in cells(args.tokens) if not kept.has(**identity(cell))]
     for cell in report.progress(todo, "overlap"):
         if log.seconds > args.budget:
             break
         try:
-            record = measure_cell(cell, backend=backend, rounds=args.rounds, head=head, cache=cache)
+            record = measure_cell(
+                cell, backend=backend, rounds=args.rounds, head=kept.head, cache=cache
+            )
             log(f"{cell.name}: {record['us']:.2f} µs, {record['speedup']:.2f}x")
         except Exception as error:
             record = {**identity(cell), "error": f"{type(error).__name__}: {error}"[:1000]}
             log(f"{cell.name}: {record['error']}")
-        records.append(record)
-        results.save(path, head, records)
-    print(table(records), flush=True)
+        kept.save([record])
+    records = kept.records
+    report.say(table(records))
     failed = report.contract_failures(records)
-    print("\n".join(failed) or "the numerics contract holds in every cell", flush=True)
+    report.say("\n".join(failed) or "the numerics contract holds in every cell")
     stopped = None
-    if len(records) < len(todo):
+    if len(kept.new) < len(todo):
         stopped = (
-            f"stopped at the budget of {args.budget:.0f} s: {len(records)} of {len(todo)} cells"
+            f"stopped at the budget of {args.budget:.0f} s: {len(kept.new)} of {len(todo)} cells"
         )
     return running.ended(log, path, failed=bool(failed), stopped=stopped)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = running.parser(__doc__)
+    parser = running.parser(__doc__, resume=True)
     parser.add_argument("--tokens", nargs="+", default=[str(m) for m in TOKENS], help="rows M")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds a cell (15)")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds (60)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import statistics
@@ -15,15 +16,52 @@ T = TypeVar("T")
 LEAST_SPEEDUP = 0.97
 
 
-def progress(items: Sequence[T], label: str) -> Iterator[T]:
-    """Yield the items; a rich progress bar on a terminal where rich is there, else nothing."""
-    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.progress import track
+class Screen:
+    """Where a benchmark shows itself: lines on stdout, and a bar on a terminal's stderr."""
 
-        yield from track(items, description=label, console=Console(stderr=True))
-    else:
-        yield from items
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def track(self, items: Sequence[T], label: str) -> Iterator[T]:
+        if sys.stderr.isatty() and importlib.util.find_spec("rich"):
+            from rich.console import Console
+            from rich.progress import track
+
+            yield from track(items, description=label, console=Console(stderr=True))
+        else:
+            yield from items
+
+    def found(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Told of all records so far whenever there are more."""
+
+
+_screen = Screen()
+
+
+@contextlib.contextmanager
+def shown_on(screen: Screen) -> Iterator[None]:
+    """Within the block everything that a benchmark shows goes to ``screen``."""
+    global _screen
+    before, _screen = _screen, screen
+    try:
+        yield
+    finally:
+        _screen = before
+
+
+def say(text: str) -> None:
+    """Show lines."""
+    _screen.line(text)
+
+
+def progress(items: Sequence[T], label: str) -> Iterator[T]:
+    """Yield the items; how many are done is shown where the screen can."""
+    yield from _screen.track(items, label)
+
+
+def found(records: Sequence[Mapping[str, Any]]) -> None:
+    """Show what is best in the records so far, where the screen can."""
+    _screen.found(records)
 
 
 class Log:
@@ -37,7 +75,7 @@ class Log:
         return time.monotonic() - self._started
 
     def __call__(self, text: str) -> None:
-        print(f"{self.seconds:6.1f}s  {text}", flush=True)
+        say(f"{self.seconds:6.1f}s  {text}")
 
 
 def geomean(values: Sequence[float]) -> float:

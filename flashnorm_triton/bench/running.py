@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,23 +14,43 @@ from flashnorm_triton import results
 from flashnorm_triton.bench.report import Log
 from flashnorm_triton.tuning import measure
 
+T = TypeVar("T")
 FOLDER = Path("flashnorm-results")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 NO_BENCHMARK = "no GPU (a trial of the script, no benchmark)"
 
 
 def parser(
-    description: str | None, *, trial: bool = False, folder: Path = FOLDER
+    description: str | None, *, trial: bool = False, resume: bool = False, folder: Path = FOLDER
 ) -> argparse.ArgumentParser:
-    """A parser with ``--out``; ``trial``: with ``--device cpu`` too, which tries the script."""
+    """A parser with ``--out``; ``trial``: with ``--device cpu`` too, which tries the script;
+    ``resume``: with ``--resume`` too (see resuming.py)."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument(
         "--out", type=Path, help=f"result file (.json), or its folder (default: {folder}/<gpu>/)"
     )
+    if resume:
+        made.add_argument(
+            "--resume", action="store_true",
+            help="keep what the file has, where GPU, versions and settings are the same",
+        )  # fmt: skip
     if trial:
         made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return made
+
+
+def word(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """``parse`` as an argument's ``type``: argparse shows the reason of its ValueError."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
 
 
 def check_trial(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -89,29 +89,43 @@ def parse_epilogues(text: str) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def skeleton(model: str) -> Any:
-    """A causal language model on the meta device, from a config.json, a folder or a hub id.
+def config_of(model: str) -> Any:
+    """The config of a model: from a config.json, its folder, a hub id, or "demo" (shipped).
 
     Raises ValueError that says what was looked for and what to give instead.
     """
+    if model == "demo":
+        from flashnorm_triton.demo_model import FOLDER
+
+        model = str(FOLDER)
     place = Path(model).expanduser()
     local = place.exists()
     if place.is_dir() and not (place / "config.json").is_file():
         raise ValueError(f"{place} has no config.json: give a folder written by save_pretrained")
     if not local and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise ValueError(f"there is no file or folder {place}")
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(place if local else model, trust_remote_code=False)
+        return AutoConfig.from_pretrained(place if local else model, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no model config found for {model!r} ({_first_line(error)}): give a config.json, the "
             "folder that holds it, or a hub id that this machine can reach"
         ) from error
+
+
+def skeleton(model: Any) -> Any:
+    """A causal language model on the meta device, of a config or of what ``config_of`` takes.
+
+    Raises ValueError that says what was looked for and what to give instead.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(model) if isinstance(model, str) else model
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
