@@ -1,4 +1,4 @@
-"""The command line: ``flashnorm demo | audit | tune | fold | verify | info``."""
+"""The command line: ``flashnorm demo | audit | tune | plot | fold | verify | info``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from flashnorm_triton.audit_command import audit
 from flashnorm_triton.checkpoints.command import fold
+from flashnorm_triton.plots.command import plot
 from flashnorm_triton.tuning.command import tune
 from flashnorm_triton.tuning.info import info
 from flashnorm_triton.verify_command import verify
@@ -69,6 +70,7 @@ def demo(
 
 app.command()(audit)
 app.command()(tune)
+app.command()(plot)
 app.command()(fold)
 app.command()(verify)
 app.command()(info)

@@ -90,19 +90,18 @@ def test_what_is_timed_computes_the_same(dtype, finished):
 
 
 def test_the_figure(tmp_path):
-    pytest.importorskip("matplotlib")
-    from bench import plot
+    from flashnorm_triton.plots import drawing, sources
 
     loaded = results.Results(HEAD, (record(64), record(128), record(256)))
-    svg, png = plot.write(plot.draw(loaded), tmp_path / "overlap.svg")
-    assert png.stat().st_size > 10_000
-    figure = plot.draw(loaded)
+    source = sources.of_results(loaded, Path("overlap.json"))
+    ((_, figure),) = drawing.figures([source])
     (ax,) = [ax for ax in figure.axes if ax.get_visible()]
     lines = {line.get_label(): list(line.get_ydata()) for line in ax.get_lines()}
     assert lines["the same work in one stream"] == pytest.approx([1.3] * 3)
     assert lines["the plan in use"] == pytest.approx([0.8] * 3)
-    with pytest.raises(results.ResultsError):
-        plot.overlap_figure(HEAD, [{"error": "x"}])
+    failed = results.Results(HEAD, ({**record(64), "error": "x"},))
+    with pytest.raises(results.ResultsError, match="no record has a time"):
+        list(drawing.figures([sources.of_results(failed, Path("overlap.json"))]))
 
 
 def test_arguments(capsys):

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 from torch import Tensor
 
-STOCK, PATCHED, OTHER = "#7d8590", "#0f7b6c", "#c4622d"
+from flashnorm_triton.plots import style
+
+STOCK, PATCHED = style.STOCK, style.OURS
+_DPI = 130
 
 
 @dataclass(frozen=True)
@@ -32,29 +36,14 @@ def _smooth(values: np.ndarray, width: int = 32) -> np.ndarray:
 
 def draw(panels: Panels, path: Path) -> None:
     """Write a PNG; raises OSError when ``path`` cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    style = {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.titlelocation": "left",
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
-    }
-    with plt.rc_context(style):
-        figure, (left, middle, right) = plt.subplots(
-            1, 3, figsize=(14, 4.6), width_ratios=(1.15, 0.75, 1.5), layout="constrained"
-        )
-        figure.suptitle(panels.title, x=0.01, ha="left", fontsize=12)
+    with style.use():
+        figure = Figure(figsize=(14, 4.6), layout="constrained")
+        left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 0.75, 1.5))
+        style.title(figure, panels.title)
         _draw_errors(left, panels.errors)
         _draw_rates(middle, panels.rates, panels.launches)
         _draw_gains(right, panels.gains)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
+    style.save_png(figure, path, dpi=_DPI)
 
 
 def _draw_errors(axes, errors: dict[str, Tensor]) -> None:
@@ -72,7 +61,7 @@ def _draw_rates(axes, rates: dict[str, list[float]], launches: dict[str, int]) -
     for place, (name, values) in enumerate(rates.items()):
         middle = float(np.median(values))
         axes.bar(place, middle, width=0.62, color=(STOCK, PATCHED)[place])
-        axes.plot([place] * len(values), values, "o", color="black", alpha=0.45, markersize=4)
+        axes.plot([place] * len(values), values, "o", color=style.INK, alpha=0.45, markersize=4)
         note = f"\n{launches[name]} launches a step" if name in launches else ""
         axes.annotate(
             f"{middle:,.0f}{note}",
@@ -88,7 +77,11 @@ def _draw_rates(axes, rates: dict[str, list[float]], launches: dict[str, int]) -
 
 def _draw_gains(axes, gains: dict[str, Tensor]) -> None:
     rng = np.random.default_rng(0)
-    kinds = {"input_": ("attention", PATCHED), "post_": ("MLP", OTHER), "": ("final", "#3b4a9c")}
+    kinds = {
+        "input_": ("attention", PATCHED),
+        "post_": ("MLP", style.OTHER),
+        "": ("final", style.SERIES[2]),
+    }
     labelled = set()
     for place, (name, values) in enumerate(gains.items()):
         label, colour = next(kinds[part] for part in kinds if part in name)
@@ -103,7 +96,7 @@ def _draw_gains(axes, gains: dict[str, Tensor]) -> None:
             label=None if label in labelled else label,
         )
         labelled.add(label)
-    axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.axhline(1, color=style.INK, linewidth=0.8, linestyle=":")
     short = [
         name.split(".")[2] + ("a" if "input" in name else "m") if "layers" in name else "final"
         for name in gains

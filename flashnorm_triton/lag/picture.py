@@ -9,25 +9,9 @@ import numpy as np
 
 from flashnorm_triton.lag.judging import SiteSteps
 from flashnorm_triton.lag.report import LagReport, Place
+from flashnorm_triton.plots import style
 
-INK, FAINT, GRID = "#1f2328", "#57606a", "#d8dee4"
-AT_T, AT_BEFORE, STOCK, ALARM = "#0b6bcb", "#c4622d", "#9aa4af", "#c4320a"
-# A solid white background, so that the figure reads on a dark page too.
-STYLE = {
-    "svg.hashsalt": "flashnorm_triton",
-    "figure.facecolor": "white",
-    "savefig.facecolor": "white",
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": FAINT,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "legend.frameon": False,
-}
+AT_T, AT_BEFORE, ALARM = style.OURS, style.OTHER, style.LOSS
 # More steps than this are drawn by the extremes of a few: none falls between two pixels.
 _POINTS, _COLUMNS = 1200, 400
 
@@ -37,19 +21,12 @@ def draw(report: LagReport, path: Path) -> tuple[Path, Path]:
 
     Raises OSError when they cannot be written.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [place for place in report.places if place.site is not None and place.judged]
     low = 0.15 * len(rows) + 1.0 if rows else 1.6
-    with plt.rc_context(STYLE):
-        figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(9.0, 3.4 + low), height_ratios=(3.0, low), layout="constrained",
-            sharex=True,
-        )  # fmt: skip
-        figure.suptitle(_title(report), x=0.01, ha="left", fontsize=11)
+    with style.use():
+        figure, axes = style.new(3.4 + low, 2, height_ratios=(3.0, low), sharex=True)
+        top, bottom = axes.ravel()
+        style.title(figure, _title(report))
         _draw_distances(top, report)
         figure.legend(
             *top.get_legend_handles_labels(), loc="outside lower left", ncols=5, fontsize=8
@@ -59,10 +36,7 @@ def draw(report: LagReport, path: Path) -> tuple[Path, Path]:
         else:
             _draw_divergence(bottom, report)
         bottom.set_xlabel("generated token (step)")
-        png, svg = path.with_suffix(".png"), path.with_suffix(".svg")
-        figure.savefig(svg, metadata={"Date": None, "Creator": None})
-        figure.savefig(png, dpi=160, metadata={"Software": None})
-        plt.close(figure)
+    svg, png = style.save(figure, path)
     return png, svg
 
 
@@ -91,13 +65,15 @@ def _draw_distances(axes: Any, report: LagReport) -> None:
     # The worst row is what counts: the largest distance to t, the smallest to t-1.
     lines = (
         (steps.at_before.min(1), np.min, AT_BEFORE, "patched to stock at t−1"),
-        (steps.noise.max(1), np.max, STOCK, f"stock in {report.dtype} to it (rounding)"),
+        (steps.noise.max(1), np.max, style.STOCK, f"stock in {report.dtype} to it (rounding)"),
         (steps.at_t.max(1), np.max, AT_T, "patched to stock at t"),
     )
     for values, pick, colour, label in lines:
         x, y = _extremes(np.where(values > 0, values, np.nan), pick)
         axes.plot(x, y, color=colour, linewidth=1.0, label=label)
-    axes.axhline(report.limit, color=INK, linewidth=0.9, linestyle="--", label="limit of rounding")
+    axes.axhline(
+        report.limit, color=style.INK, linewidth=0.9, linestyle="--", label="limit of rounding"
+    )
     off = np.flatnonzero((steps.at_t > report.limit).any(1) | ~np.isfinite(steps.at_t).all(1))
     if len(off):
         height = np.nan_to_num(steps.at_t[off].max(1), nan=2.0, posinf=2.0)
@@ -116,20 +92,20 @@ def _draw_distances(axes: Any, report: LagReport) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (8 if first is not None else 1.5))
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.grid(axis="y", color=style.GRID, linewidth=0.6)
     axes.set_ylabel("distance of logits, relative")
 
 
 def _draw_divergence(axes: Any, report: LagReport) -> None:
     for values, colour, label in (
-        (report.steps.kl_noise, STOCK, "stock"),
+        (report.steps.kl_noise, style.STOCK, "stock"),
         (report.steps.kl, AT_T, "patched"),
     ):
         x, y = _extremes(np.maximum(values.max(1), 1e-12), np.max)
         axes.plot(x, y, color=colour, linewidth=0.9, label=label)
     axes.set_yscale("log")
     axes.set_ylabel("KL from the\nreference, nats")
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.grid(axis="y", color=style.GRID, linewidth=0.6)
     axes.legend(loc="lower left", fontsize=8, ncols=2)
 
 
