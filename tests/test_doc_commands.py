@@ -43,6 +43,7 @@ RUN_ELSEWHERE = {
     "flashnorm demo": "tests/test_demo.py runs it",
     "flashnorm fold": "tests/test_fold*.py run it; --push needs a hub",
     "flashnorm verify": "tests/test_fold*.py and tests/test_lag*.py run it; --device cuda: a GPU",
+    "flashnorm plot": "tests/test_plots.py runs it",
     "flashnorm tune": "needs a GPU; tests/test_tune_command.py runs it on one that is played",
 }
 OTHERS = {

@@ -17,7 +17,7 @@ RIVALS = {
     "sequential": ("the same work in one stream", style.OURS),
     "stock": ("stock modules", style.STOCK),
     "unfused": ("one-launch norm, then linear", style.INK),
-    "chosen": ("the plan in use", style.LOSS),
+    "chosen": ("the plan in use", style.SERIES[2]),
 }
 _LINES = ("-", "--", ":", "-.")
 

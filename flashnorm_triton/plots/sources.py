@@ -114,7 +114,10 @@ def read(path: Path) -> Source:
 
 
 def shipped() -> list[Path]:
-    """The folders of results that come with the package. Raises ``ResultsError`` where it has none."""
+    """The folders of the results that come with the package.
+
+    Raises ``ResultsError`` where it came without.
+    """
     root = results.shipped_folder()
     if root is None:
         raise ResultsError("this installation came without results: name files of your own")
