@@ -1,4 +1,4 @@
-"""The command line: ``flashnorm demo | audit | tune | plot | fold | verify | info``."""
+"""The command line: ``flashnorm demo | audit | tune | bench | plot | fold | verify | info``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flashnorm_triton.audit_command import audit
+from flashnorm_triton.bench.command import bench
 from flashnorm_triton.checkpoints.command import fold
 from flashnorm_triton.plots.command import plot
 from flashnorm_triton.tuning.command import tune
@@ -70,6 +71,7 @@ def demo(
 
 app.command()(audit)
 app.command()(tune)
+app.command()(bench)
 app.command()(plot)
 app.command()(fold)
 app.command()(verify)

@@ -39,24 +39,27 @@ FP16_TOKENS = (1, 4, 16, 64, 512, 2048)
 
 
 def parse_shapes(names: Iterable[str]) -> tuple[Shape, ...]:
-    """Shapes by name (``llama-3.2-1b.qkv``) or size (``2048x3072`` is K=2048, N=3072).
+    """Shapes by name (``llama-3.2-1b.qkv``), by size (``2048x3072`` is K=2048, N=3072), or by a
+    size with a name of its own (``mine.qkv=2048x3072``).
 
     Raises ValueError for a word that is neither, listing the names.
     """
     known = {shape.case: shape for shape in SHAPES}
     sizes = {f"{shape.k}x{shape.n}": shape for shape in SHAPES}
     chosen = []
-    for name in names:
+    for word in names:
+        own, equals, size = word.rpartition("=")
+        name = size if equals else word
         k, times, n = name.partition("x")
-        if name in known:
+        if name in known and not equals:
             chosen.append(known[name])
-        elif name in sizes:
+        elif name in sizes and not own:
             chosen.append(sizes[name])
         elif times and k.isdigit() and n.isdigit() and int(k) and int(n):
-            chosen.append(Shape(name, int(k), int(n)))
+            chosen.append(Shape(own or name, int(k), int(n)))
         else:
             raise ValueError(
-                f"unknown shape {name!r}: use one of {', '.join(known)}, or KxN such as 2048x3072"
+                f"unknown shape {word!r}: use one of {', '.join(known)}, or KxN such as 2048x3072"
             )
     return tuple(chosen)
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +56,7 @@ def tune(
     code 0 when every cell is tuned, 1 when some failed, could not be stored or are left as the time
     is up, 2 when it could not start, 130 when it was interrupted.
     """
+    from flashnorm_triton.interrupts import terminated_as_interrupted
     from flashnorm_triton.tuning import run, sites
     from flashnorm_triton.tuning.measure import NoGpuError
     from flashnorm_triton.tuning.progress import for_output
@@ -70,7 +68,7 @@ def tune(
         what: Any = model
         if shapes is not None:
             what = [(site.k, site.n) for site in sites.parse_shapes(shapes)]
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             report = run.tune(
                 what,
                 dtype=sites.parse_dtypes(dtype),
@@ -94,20 +92,6 @@ def tune(
     if report.lost is not None:
         _restart(report.lost)
     raise typer.Exit(1 if report.failed or report.unsaved or report.left else 0)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """A polite kill ends a run as Ctrl-C does: what is finished is stored."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _restart(why: str) -> None:
