@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.doc_pages import code, measured, overlap, readme, staleness
+from bench.doc_pages import code, measured, overlap, plans, readme, staleness
 from bench.doc_pages.sources import RESULTS, ROOT, Source, read
 from flashnorm_triton import atomic
 
@@ -49,6 +49,8 @@ PAGES: dict[str, dict[str, Part]] = {
     },
     "docs/overlap.md": {"overlap": (("overlap.json",), _of_records(overlap.overlap_tables))},
     "docs/robustness.md": {"soak": (("soak.json",), measured.soak)},
+    "docs/strategies.md": {"winners": (("norm_linear.json",), plans.winners)},
+    "docs/tuning.md": {"shipped": ((), plans.shipped)},
     "docs/staleness.md": {
         "lag": (("lag.json",), _of_records(staleness.lag_table)),
         "faults": (("faults.json",), _of_records(staleness.faults_table)),

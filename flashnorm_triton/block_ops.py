@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashnorm_triton import block_dispatch, block_reference, dispatch, transforms
+from flashnorm_triton import block_dispatch, block_reference, dispatch, inductor, transforms
 from flashnorm_triton.block_checks import check_add_rms_norm, check_caches, check_rotary_heads
 from flashnorm_triton.block_reference import Layout
 from flashnorm_triton.dispatch import Call, Epilogue
@@ -224,6 +224,7 @@ for _key in ("CPU", "CUDA"):
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, scale: float
 ) -> Tensor:
+    inductor.announce()  # a block's graph has this operation
     more = Epilogue(residual=residual, normed=False, scale=scale)
     call = Call(x, weight, 0.0, bias, None, more)
     call.check()

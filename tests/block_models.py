@@ -41,6 +41,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "smollm3": {"no_rope_layers": [1, 0]},
+    "glm": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "ernie4_5": {"use_bias": True},
+    # Queries that grow with every fourth token.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 4,
+        },
+    },
 }
 FAMILIES = tuple(SPECIAL)
 

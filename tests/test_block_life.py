@@ -230,6 +230,23 @@ def test_other_caches_are_updated_by_themselves(runs: list[int]) -> None:
     assert Mine.calls == 2 and len(runs) == 6
 
 
+@pytest.mark.parametrize("family", ["llama", "ministral3"])
+def test_a_cache_is_told_what_the_layer_tells_it(family: str) -> None:
+    class Telling(DynamicCache):
+        def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+            told.append([args, {n: sorted(d) for n, d in kwargs.items() if isinstance(d, dict)}])
+            return super().update(k, v, *args, **kwargs)
+
+    told: list[Any] = []
+    model, name = block_model(family), cache_name(block_model(family))
+    with torch.no_grad():
+        model(token_ids(), **{name: Telling(config=model.config)})
+        stock, told[:] = list(told), []
+        fn.patch(model, level="block")
+        model(token_ids(), **{name: Telling(config=model.config)})
+    assert told == stock and len(told) == 2
+
+
 def test_a_release_that_counts_otherwise_keeps_its_update(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caches.written_kinds() == (StaticLayer, StaticSlidingWindowLayer)
     update = StaticLayer.update
@@ -243,19 +260,23 @@ def test_a_release_that_counts_otherwise_keeps_its_update(monkeypatch: pytest.Mo
     assert caches.written_kinds.__wrapped__() == (StaticSlidingWindowLayer,)
 
 
-def test_compiled_in_one_graph() -> None:
+@pytest.mark.parametrize("family", ["gemma3_text", "glm", "ministral3"])
+def test_compiled_in_one_graph(family: str) -> None:
     """The whole model, static cache, decoding; an exchange inside is seen after compilation too."""
-    model, ids = block_model("gemma3_text", sliding_window=64), padded_ids(1, 8)
-    tokens = greedy(model, ids, 9)[:, 8:]
+    window = {"sliding_window": 64} if family == "gemma3_text" else {}
+    model, ids, steps = block_model(family, **window), padded_ids(1, 8), 9 if window else 4
+    tokens = greedy(model, ids, steps)[:, 8:]
     fn.patch(model, level="block")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = {cache_name(model): StaticCache(config=model.config, max_cache_len=32)}
     with torch.no_grad():
         made = [model(ids, **cache).logits[:, -1:].argmax(-1)]
-        for _ in range(8):
+        for _ in range(steps - 1):
             made.append(compiled(made[-1], **cache).logits[:, -1:].argmax(-1))
         assert torch.equal(torch.cat(made, 1), tokens)
+        if not window:
+            return
         before = compiled(made[-1]).logits
         model.model.layers[0].mlp.act_fn = nn.Tanh()
         assert not torch.allclose(compiled(made[-1]).logits, before, rtol=1e-3)

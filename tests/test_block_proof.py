@@ -44,6 +44,12 @@ class OtherPositions(LlamaDecoderLayer):
         return super().forward(x, position_ids=position_ids + 1, **kwargs)
 
 
+class FarPositions(LlamaDecoderLayer):
+    def forward(self, x: Any, *, position_ids: Any = None, **kwargs: Any) -> Any:
+        far = 1 + (position_ids.max() > 1000).to(x)
+        return super().forward(x * far, position_ids=position_ids, **kwargs)
+
+
 class TurnedBack(LlamaDecoderLayer):
     def forward(self, x: Any, *, position_embeddings: Any = None, **kwargs: Any) -> Any:
         cos, sin = position_embeddings
@@ -100,6 +106,7 @@ FAULTS = {
     Longer: "another length|after its last linear|residual",
     OtherMask: "mask",
     OtherPositions: "position_ids, a Tensor",
+    FarPositions: "read the sum|residual",
     TurnedBack: "turned in a way of its own",
     AsksItsCache: "asks the cache for get_seq_length",
     AsksTheImplementation: "asks for the attention implementation",

@@ -103,6 +103,8 @@ def test_tower_and_language_model(name: str) -> None:
     assert len(fused) >= 4 and all("by itself" in site.reason for site in fused)
     assert len(handle.report.fused) == len(fused) + 4
     assert not [site for site in handle.report.sites if "could not be" in site.reason]
+    text = [block.level for block in handle.report.blocks if "language_model" in block.layer]
+    assert text == ["block"] * 2
     ours = _draws(model)
     assert not torch.equal(ours[0], stock[0])
     assert_as_near(ours, stock, exact, FLOOR)

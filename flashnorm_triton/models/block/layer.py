@@ -28,6 +28,7 @@ from flashnorm_triton.models.block.caches import (
 from flashnorm_triton.models.block.gain import Gain
 from flashnorm_triton.models.block.probe import CACHE_NAMES
 from flashnorm_triton.models.block.spec import BlockSpec, NormUse
+from flashnorm_triton.models.block.tables import ROPES, factors_of, tables_of
 from flashnorm_triton.ops import norm_linear
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -87,8 +88,9 @@ class Runner:
             "head_dim": attention.head_dim,
             "eps": None if q_norm is None else q_norm.eps,
             "one_plus": q_norm is not None and q_norm.convention == "1+w",
-            "interleaved": attention.rope == "interleaved",
+            "interleaved": attention.rope is not None and ROPES[attention.rope][0],
         }
+        self.rewrites = attention.rope is not None and ROPES[attention.rope][1] is not None
         self.constants = dict(attention.constants)
         self.static_kinds = written_kinds()
         forwards = [inspect.unwrap(type(m).forward) for m in (layer, self.attention)]
@@ -132,6 +134,7 @@ class Runner:
             and not (torch.is_grad_enabled() and self._learns(x))
             and self.special.isdisjoint(kwargs)
             and (self.spec.attention.rope is None or kwargs.get(self.spec.angles) is not None)
+            and (self.spec.attention.growth is None or kwargs.get("position_ids") is not None)
             and not (any(self.hooks) and self._watched())
             and self._is_intact()
         )
@@ -203,6 +206,8 @@ class Runner:
         length stays what it is, for what takes its time with a new one."""
         half, (q_norm, k_norm) = self.spec.attention, self.gains
         cos, sin = (None, None) if half.rope is None else angles
+        if self.rewrites:
+            cos, sin = tables_of(self, half.rope, cos, sin)
         tokens, room, more = qkv.shape[1], None, {}
         if cache is not None:
             room = places_in(cache, half.layer_index, tokens, self.static_kinds)
@@ -212,12 +217,15 @@ class Runner:
         if q_norm is not None:
             more["q_gain"], more["k_gain"] = q_norm.weight, k_norm.weight
         q, k, v = rotary_heads(qkv, cos, sin, **self.layout, **more)
+        if half.growth is not None:
+            q = q * factors_of(self, (*half.growth, q.dtype), kwargs["position_ids"])
         if room is not None:
             move_on(room, tokens)
         elif cache is not None and half.update_kwargs is None:
             k, v = cache.update(k, v, half.layer_index)
         elif cache is not None:
-            given = {**dict(half.update_constants), **kwargs}
+            given = {n: value for n, value in kwargs.items() if n not in half.withheld}
+            given = {**dict(half.update_constants), **given}
             k, v = cache.update(k, v, half.layer_index, **{half.update_kwargs: given})
         return q, k, v, room is not None
 

@@ -26,6 +26,7 @@ IMPLEMENTATION = "flashnorm_probe"
 CACHE_NAMES = frozenset(("cache", "past_key_values", "past_key_value", "layer_past"))
 _RECORDER = "_flashnorm_recorder"
 _DTYPE = torch.float64
+_FAR = 1 << 20
 _ASKING = {"get_interface", "get", "__contains__", "__getitem__"}
 
 
@@ -53,7 +54,8 @@ class Event:
 class Run:
     """One forward of the double: its input, the arguments by name, what happened, its output.
 
-    ``launches`` counts the tensors that the layer's own code has made between the events.
+    ``launches`` counts the tensors that the layer's own code has made between the events;
+    ``growth`` are the numbers of ``tables.growth`` that its config names, if it does.
     """
 
     x: Tensor
@@ -61,6 +63,7 @@ class Run:
     events: list[Event]
     output: Tensor
     launches: int
+    growth: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,14 @@ class Probe:
         self._launches = 0
         self._draw = torch.Generator(device="cpu").manual_seed(0)
         self._asked: list[str] = []
+        self._growth: tuple[float, float] | None = None
         implementation = _Implementation(IMPLEMENTATION)
         implementation.asked = self._asked
         _register()
         kinds = {name: linear_kind(module) for name, module in layer.named_modules()}
         for name, module in self._double.named_modules():
             config = vars(module).get("config")
+            self._growth = self._growth or _growth(config)
             if hasattr(config, "_attn_implementation"):
                 try:
                     config._attn_implementation = implementation
@@ -184,7 +189,7 @@ class Probe:
             raise Unproven("it does not return one tensor")
         if not torch.equal(x, before):
             raise Unproven("it changes its input in place")
-        return Run(x, arguments, self._events, output, self._launches)
+        return Run(x, arguments, self._events, output, self._launches, self._growth)
 
     def close(self) -> None:
         """Let go of the double and of all copies: they hold one another, and would wait for gc."""
@@ -198,7 +203,9 @@ class Probe:
     def _arguments(self, call: CallShape, batch: int, tokens: int, cached: bool) -> dict[str, Any]:
         arguments: dict[str, Any] = {name: Passed() for name in call.others}
         if "position_ids" in arguments:
-            arguments["position_ids"] = torch.arange(tokens).expand(batch, -1)
+            # Far ones too: of some layers the queries grow with them.
+            places = torch.randint(_FAR, (batch, tokens), generator=self._draw, device="cpu")
+            arguments["position_ids"] = places
         if call.mask is not None:
             arguments[call.mask] = self.random(batch, 1, tokens, tokens)
         if call.angles is not None:
@@ -231,6 +238,14 @@ class Probe:
         name = next(n for n, m in self._double.named_modules() if m is module)
         self.note("attention", name, args[:3], (output,), args[3:], dict(kwargs))
         return output, None
+
+
+def _growth(config: Any) -> tuple[float, float] | None:
+    """What a config says of queries that grow with their positions (Llama 4, Ministral 3)."""
+    rope = getattr(config, "rope_parameters", None)
+    names = "llama_4_scaling_beta", "original_max_position_embeddings"
+    found = [rope.get(name) for name in names] if isinstance(rope, Mapping) else [None]
+    return None if None in found else (float(found[0]), float(found[1]))
 
 
 class _Leaf:

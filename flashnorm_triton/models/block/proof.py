@@ -19,6 +19,7 @@ from flashnorm_triton.block_reference import Layout, rotary_heads
 from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.models.block.probe import CallShape, Event, Probe, Run, Unproven
 from flashnorm_triton.models.block.spec import AttentionSpec, BlockSpec, MlpSpec, NormUse
+from flashnorm_triton.models.block.tables import ROPES, growth, rewritten
 from flashnorm_triton.models.norms import NormTraits
 
 # batch, tokens, with a cache, size of the numbers (clipping shows with large ones). The first is a
@@ -86,7 +87,9 @@ def _unnumbered(spec: BlockSpec) -> BlockSpec:
 
 
 def _uncached(spec: BlockSpec) -> BlockSpec:
-    attention = replace(spec.attention, layer_index=None, update_kwargs=None, update_constants=())
+    attention = replace(
+        spec.attention, layer_index=None, update_kwargs=None, withheld=(), update_constants=()
+    )
     return replace(spec, attention=attention)
 
 
@@ -142,7 +145,7 @@ class _Reading:
         if qkv.shape[-1] != layout.columns:
             raise Unproven("its queries, keys and values are not all that follows its first norm")
         qkv, q_norm, k_norm = self._head_norms(qkv, norms, layout)
-        rope = self._rope(qkv, (q, k, v), layout)
+        rope, grows = self._rope(qkv, (q, k, v), layout)
         self._heads = event.gave[0].flatten(2)
         spec = AttentionSpec(
             norm=norm.name,
@@ -152,6 +155,7 @@ class _Reading:
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
+            growth=grows,
             attention=event.name,
             layer_index=_layer_index(updates),
             **self._kwargs(event, updates),
@@ -204,18 +208,23 @@ class _Reading:
             raise Unproven(f"{event.name} is not an RMS norm with an eps")
         return NormUse(event.name, float(trait.eps), trait.convention)
 
-    def _rope(self, qkv: Tensor, wanted: tuple[Tensor, ...], layout: Layout) -> str | None:
-        cos, sin = self.run.arguments[self.call.angles] if self.call.angles else (None, None)
-        for rope in (None, "half", "interleaved"):
-            if rope is None:
-                made = rotary_heads(qkv, None, None, None, None, layout)
-            elif cos is not None and cos.shape[-1] <= layout.head_dim:
-                turned = layout._replace(interleaved=rope == "interleaved")
-                made = rotary_heads(qkv, cos, sin, None, None, turned)
-            else:
+    def _rope(
+        self, qkv: Tensor, wanted: tuple[Tensor, ...], layout: Layout
+    ) -> tuple[str | None, tuple[float, float] | None]:
+        """How queries and keys are turned, and what the queries are then multiplied with."""
+        angles = self.run.arguments[self.call.angles] if self.call.angles else None
+        for rope in (None, *(ROPES if angles is not None else ())):
+            cos, sin = (None, None) if rope is None else rewritten(rope, angles)
+            if cos is not None and not 0 < cos.shape[-1] <= layout.head_dim:
                 continue
-            if all(_same(a, b) for a, b in zip(made, wanted, strict=True)):
-                return rope
+            turned = layout._replace(interleaved=rope is not None and ROPES[rope][0])
+            q, k, v = rotary_heads(qkv, cos, sin, None, None, turned)
+            if _same(k, wanted[1]) and _same(v, wanted[2]):
+                if _same(q, wanted[0]):
+                    return rope, None
+                places, grows = self.run.arguments.get("position_ids"), self.run.growth
+                if grows and places is not None and _same(q * growth(places, *grows), wanted[0]):
+                    return rope, grows
         raise Unproven("its queries and keys are turned in a way of its own")
 
     def _kwargs(self, event: Event, updates: list[Event]) -> dict[str, Any]:
@@ -247,17 +256,21 @@ class _Reading:
         self, updates: list[Event], passes: set[str], constants: Mapping[str, Any]
     ) -> dict[str, Any]:
         if not updates or (len(updates[0].args) == 1 and not updates[0].kwargs):
-            return {"update_kwargs": None, "update_constants": ()}
+            return {"update_kwargs": None, "withheld": (), "update_constants": ()}
         extra = updates[0].kwargs
         if len(updates[0].args) == 1 and len(extra) == 1:
             ((name, values),) = extra.items()
-            if isinstance(values, dict) and passes <= set(values):
+            if isinstance(values, dict) and _EXTRA in values:
                 more = {key: value for key, value in values.items() if key not in passes}
-                given = self.run.arguments
-                handed_on = all(values[key] is given[key] for key in passes)
+                given, handed = self.run.arguments, passes & set(values)
+                handed_on = all(values[key] is given[key] for key in handed)
                 known = all(constants.get(key, more) is value for key, value in more.items())
                 if handed_on and known:
-                    return {"update_kwargs": name, "update_constants": tuple(more.items())}
+                    return {
+                        "update_kwargs": name,
+                        "withheld": tuple(sorted(passes - handed)),
+                        "update_constants": tuple(more.items()),
+                    }
         raise Unproven("its cache is given more than keys and values")
 
     def _added(

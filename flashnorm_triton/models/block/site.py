@@ -121,4 +121,7 @@ def _rows(weight: Tensor, spec: BlockSpec) -> tuple[tuple[Tensor], dict[str, Any
         turns = torch.rand(1, _TOKENS, spec.rotary // 2, generator=draw, device="cpu") * 6
         turns = torch.cat((turns, turns), -1)
         kwargs[spec.angles] = turns.cos().to(weight), turns.sin().to(weight)
+    if spec.attention.growth is not None:
+        places = torch.arange(_TOKENS)[None] * int(spec.attention.growth[1])
+        kwargs["position_ids"] = places.to(weight.device)
     return (x,), kwargs

@@ -19,11 +19,13 @@ class NormUse:
 class AttentionSpec:
     """norm -> q, k, v -> [norms of the heads] -> rotary -> cache -> attention -> output.
 
-    Paths are relative to the layer. ``rope`` is "half", "interleaved" or None; ``constants`` are
+    Paths are relative to the layer. ``rope`` is one of ``tables.ROPES`` or None; ``growth`` the
+    numbers of ``tables.growth`` that queries are multiplied with, or None; ``constants`` are
     the keyword arguments that the attention function is always given; ``passes`` the layer's
     arguments that it is handed under their own names; ``post`` the norm of what the half adds, and
     ``scale`` the number that is multiplied with it. ``update_kwargs``: the cache's update is also
-    given the passed arguments, under this name, and ``update_constants`` among them.
+    given the passed arguments, under this name, but for the ``withheld`` ones, and
+    ``update_constants`` among them.
     """
 
     norm: str
@@ -33,11 +35,13 @@ class AttentionSpec:
     kv_heads: int
     head_dim: int
     rope: str | None
+    growth: tuple[float, float] | None
     attention: str
     layer_index: int | None
     constants: tuple[tuple[str, Any], ...]
     passes: tuple[str, ...]
     update_kwargs: str | None
+    withheld: tuple[str, ...]
     update_constants: tuple[tuple[str, Any], ...]
     output: str
     post: NormUse | None
