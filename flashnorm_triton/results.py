@@ -5,9 +5,10 @@ operations (``norm_linear``: keys ``OPERATION_FIELDS``), whole models (``generat
 ``prefill``: keys ``MODEL_FIELDS``), host time a call (``host``: keys ``HOST_FIELDS``), plan
 families launched over and over (``soak``: keys ``SOAK_FIELDS``), models patched and reverted
 (``patching``: keys ``PATCHING_FIELDS``), planted faults and what was seen of them (``faults``:
-keys ``FAULT_FIELDS``) or generations compared step by step (``lag``: keys ``LAG_FIELDS``). A record
-that could not be measured says so in ``error`` and needs only its identity. Unknown extra keys are
-kept.
+keys ``FAULT_FIELDS``), generations compared step by step (``lag``: keys ``LAG_FIELDS``), rungs of
+the ladder (``ablation``: keys ``RUNG_FIELDS``), decode steps by what they launch (``profile``: keys
+``PROFILE_FIELDS``) or cells of the paper's tables (``paper``: keys ``PAPER_FIELDS``). A record that
+could not be measured says so in ``error`` and needs only its identity. Unknown extra keys are kept.
 """
 
 from __future__ import annotations
@@ -129,8 +130,44 @@ LAG_FIELDS: dict[str, tuple[type, ...]] = {
     "kl_stock": _NUMBER,
     "seconds": _NUMBER,
 }
+_RUNG_IDENTITY: dict[str, tuple[type, ...]] = {
+    "rung": (str,), "level": (str,), "model": (str,), "dtype": (str,),
+}  # fmt: skip
+RUNG_FIELDS: dict[str, tuple[type, ...]] = {
+    **_RUNG_IDENTITY,
+    "launches": (int, type(None)),
+    "speedup": (*_NUMBER, type(None)),
+}
+_PROFILE_IDENTITY: dict[str, tuple[type, ...]] = {
+    **_MODEL_IDENTITY, "quantization": (str,), "batch": (int,), "tokens": (int,), "dtype": (str,),
+}  # fmt: skip
+PROFILE_FIELDS: dict[str, tuple[type, ...]] = {
+    **_PROFILE_IDENTITY,
+    "ms": _NUMBER,
+    "launches": (int,),
+    "norms": (int,),
+    "norms_launched": (int, type(None)),
+    "norm_launches": (int,),
+    "norm_ms": _NUMBER,
+    "norm_share": (*_NUMBER, type(None)),
+    "groups": (list,),
+}
+_PAPER_IDENTITY: dict[str, tuple[type, ...]] = {
+    "table": (str,), "gpu_paper": (str,), "case": (str,), "m": (int,), "k": (int,), "n": (int,),
+    "paper_us": (dict,), "paper_reduction": _NUMBER, "paper_won": (bool,),
+}  # fmt: skip
+PAPER_FIELDS: dict[str, tuple[type, ...]] = {
+    **_PAPER_IDENTITY,
+    "us": _NUMBER,
+    "baselines_us": (dict,),
+    "reduction": (*_NUMBER, type(None)),
+    "won": (bool, type(None)),
+}
 # The key by which a record is told, what a failed one needs, and what a measured one needs.
 _KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]]], ...] = (
+    ("rung", _RUNG_IDENTITY, RUNG_FIELDS),
+    ("table", _PAPER_IDENTITY, PAPER_FIELDS),
+    ("quantization", _PROFILE_IDENTITY, PROFILE_FIELDS),
     ("op", _OPERATION_IDENTITY, OPERATION_FIELDS),
     ("call", _HOST_IDENTITY, HOST_FIELDS),
     ("family", _SOAK_IDENTITY, SOAK_FIELDS),
@@ -139,7 +176,7 @@ _KINDS: tuple[tuple[str, dict[str, tuple[type, ...]], dict[str, tuple[type, ...]
     ("lag", _LAG_IDENTITY, LAG_FIELDS),
     ("model", _MODEL_IDENTITY, MODEL_FIELDS),
 )
-_TIMES_BY_NAME = ("baselines_us", "host_us")
+_TIMES_BY_NAME = ("baselines_us", "host_us", "paper_us")
 
 
 class ResultsError(ValueError):

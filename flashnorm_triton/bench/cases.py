@@ -14,6 +14,10 @@ from flashnorm_triton.tuning import measure
 
 EPS = 1e-5
 DTYPE = torch.bfloat16
+# What compiles something at its first call.
+COMPILED_FIRST = (
+    "ours", "triton_norm+linear", "liger_norm+linear", "flashinfer_norm+linear", "compiled",
+)  # fmt: skip
 
 
 class Stock(nn.Module):
@@ -82,6 +86,10 @@ class Case:
         }
         if importlib.util.find_spec("liger_kernel") is not None:
             found["liger_norm+linear"] = lambda i: linear(liger_norm(x[i], gains[i]), weights[i])
+        if importlib.util.find_spec("flashinfer") is not None:
+            found["flashinfer_norm+linear"] = lambda i: linear(
+                flashinfer_norm(x[i], gains[i]), weights[i]
+            )
         if compiled:
             torch._dynamo.reset()  # or a shape too many makes it fall back to eager
             call = torch.compile(self._functional, dynamic=False)
@@ -101,12 +109,19 @@ def liger_norm(x: Tensor, gain: Tensor) -> Tensor:
     return LigerRMSNormFunction.apply(x, gain, EPS, 0.0, "llama", False)
 
 
+def flashinfer_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """FlashInfer's RMSNorm, imported here as Liger's is."""
+    from flashinfer.norm import rmsnorm
+
+    return rmsnorm(x, gain, EPS)
+
+
 def warm(cells: Sequence[tuple[Shape, int]], dtype: torch.dtype, *, compiled: bool) -> None:
     """Compile these cells' kernels, so that the disk caches of Triton and of torch hold them."""
     for shape, m in cells:
         case = Case(shape, cache_bytes=1, memory_bytes=1, dtype=dtype)
         x = torch.randn(m, shape.k, dtype=dtype, device="cuda")
         for name, call in case.candidates([x], compiled=compiled).items():
-            if name in ("ours", "triton_norm+linear", "liger_norm+linear", "compiled"):
+            if name in COMPILED_FIRST:
                 call(0)
     torch.cuda.synchronize()

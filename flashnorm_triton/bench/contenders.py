@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from flashnorm_triton.bench import generation, quantizing, rungs
+
 MODES = ("eager", "graph", "compiled", "reduce-overhead", "max-autotune")
 """Plain calls; the same captured in a CUDA graph; ``torch.compile`` as it is, and with
 ``mode="reduce-overhead"``; ``mode="max-autotune-no-cudagraphs"`` captured in a CUDA graph."""
@@ -33,8 +35,11 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class Contender:
-    """``level`` is "stock" or a level of ``patch``; ``task`` "decode" or "prefill"; ``tokens`` the
-    places of the cache, or of the prompt; ``model`` what ``decoders.make`` takes."""
+    """``level`` is "stock", a level of ``patch`` or a rung of the ladder (rungs.py); ``task``
+    "decode", "prefill" or "generate"; ``tokens`` the places of the cache, those of the prompt, or
+    those to generate; ``model`` what ``decoders.make`` takes. ``quantization``: of the weights
+    (quantizing.py). ``plans``: what problems of the model run, where the package does not choose.
+    """
 
     model: str
     level: str
@@ -43,27 +48,45 @@ class Contender:
     tokens: int
     task: str = "decode"
     dtype: str = "bfloat16"
+    quantization: str = "none"
+    plans: rungs.Forced = ()
 
     @property
     def name(self) -> str:
-        return f"{self.model} batch {self.batch} {self.level} {self.mode}"
+        told = "" if self.quantization == "none" else f" {self.quantization}"
+        return f"{self.model} batch {self.batch} {self.level} {self.mode}{told}"
+
+    @property
+    def setup(self) -> tuple[Any, ...]:
+        """What contenders that share a process have in common."""
+        return self.model, self.level, self.dtype, self.quantization, self.plans
 
 
 def _patched(model: Any, level: str) -> Any:
     from flashnorm_triton import patch
 
-    return None if level == "stock" else patch(model, level=level, revertible=False)
+    if level in rungs.RUNGS:
+        return rungs.install(model, level)
+    return patch(model, level=level, revertible=False)
 
 
 class Loaded:
     """A model, stock or patched, for all contenders of a process."""
 
-    def __init__(self, model: str, level: str, device: str, dtype: str = "bfloat16") -> None:
+    def __init__(
+        self,
+        model: str,
+        level: str,
+        device: str,
+        dtype: str = "bfloat16",
+        quantization: str = "none",
+    ) -> None:
         from flashnorm_triton.bench import decoders
 
         self.model, self.device = decoders.make(model, device, dtype=dtype), device
         # Of the model as it is before it is patched: with no cache, and with a place of it.
         self._bytes = [decoders.step_bytes(self.model, 1, places) for places in (0, 1)]
+        self.library = quantizing.quantize(self.model, quantization)
         self.handle = _patched(self.model, level)
 
     def step_bytes(self, batch: int, tokens: int) -> int:
@@ -77,6 +100,7 @@ class Steps:
 
     def __init__(self, what: Contender, loaded: Loaded) -> None:
         self.what, self.device, self.model = what, loaded.device, loaded.model
+        self.handle, self.library = loaded.handle, loaded.library
         self.bytes = loaded.step_bytes(what.batch, what.tokens)
         vocab = self.model.config.vocab_size
         torch.manual_seed(1)
@@ -86,21 +110,23 @@ class Steps:
             self._fill_cache(vocab)
             length = 1
         self.tokens = torch.randint(1, vocab, (what.batch, length), device=self.device)
-        forward = self._forward
+        forward = self.forward
         if what.mode in _COMPILER:
             on_gpu = self.device == "cuda"
             backend = {"mode": _COMPILER[what.mode]} if on_gpu else {"backend": "eager"}
-            forward = torch.compile(self._forward, fullgraph=True, **backend)
-        self._run = self._captured(forward) if self._graphed else forward
+            forward = torch.compile(self.forward, fullgraph=True, **backend)
+        self._run = self._captured(forward) if self.graphed else forward
         for _ in range(3):
             self.rewind()
             self.step()
 
     @property
-    def _graphed(self) -> bool:
+    def graphed(self) -> bool:
+        """Whether a step is one replay of a graph of the model's calls."""
         return self.device == "cuda" and self.what.mode in ("graph", "max-autotune")
 
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A call of the model, as it is before it is compiled or captured."""
         out = self.model(
             tokens, past_key_values=self.cache, use_cache=self.cache is not None, logits_to_keep=1
         )
@@ -185,6 +211,12 @@ class Steps:
         torch.cuda.synchronize()
         return start.elapsed_time(stop) / steps
 
+    def profile(self) -> dict[str, Any]:
+        """What a step's launches are (profiling.py)."""
+        from flashnorm_triton.bench import profiling
+
+        return profiling.of(self)
+
     def facts(self) -> dict[str, Any]:
         """What is known of it beside its times: kernels of a step, its bytes."""
         found: dict[str, Any] = {"bytes": self.bytes, "launches": None, "host_calls": None}
@@ -198,17 +230,35 @@ class Steps:
         return found
 
 
+def steps_of(what: Contender, loaded: Loaded) -> Any:
+    """A contender that is ready to be asked."""
+    if what.task == "generate":
+        return generation.Generation(what, loaded)
+    return Steps(what, loaded)
+
+
+def _planned(plans: rungs.Forced) -> contextlib.AbstractContextManager[None]:
+    """A block in which the problems of a model run the plans that were given."""
+    if not plans:
+        return contextlib.nullcontext()
+    from flashnorm_triton import runtime
+
+    index = torch.cuda.current_device()
+    return rungs.only(plans, runtime.device_facts(index), torch.cuda.get_device_name(index))
+
+
 def _serve(pipe: Any, contenders: Sequence[Contender], device: str, undisturbed: Any) -> None:
     """The process of contenders that share a model: tells of each that it is ready, or why not,
     then gives one answer a question until it is told to stop."""
-    ready: dict[Contender, Steps] = {}
-    with torch.no_grad():
+    ready: dict[Contender, Any] = {}
+    with torch.no_grad(), _planned(contenders[0].plans):
         loaded = None
         for what in contenders:
             try:
-                loaded = loaded or Loaded(what.model, what.level, device, what.dtype)
+                kind = what.dtype, what.quantization
+                loaded = loaded or Loaded(what.model, what.level, device, *kind)
                 with undisturbed or contextlib.nullcontext():
-                    ready[what] = Steps(what, loaded)
+                    ready[what] = steps_of(what, loaded)
                 pipe.send((what, "ready", ready[what].most))
             except BaseException as error:
                 pipe.send((what, "error", f"{type(error).__name__}: {error}"[:1500]))
@@ -252,8 +302,7 @@ class Group:
         lock = None if self.cached else multiprocessing.get_context("spawn").Lock()
         hosts: dict[Any, list[Contender]] = {}
         for what in sorted(self.contenders, key=lambda what: what.mode in _COMPILER):
-            shared = (what.model, what.level)
-            hosts.setdefault(what if what.mode in _COMPILER else shared, []).append(what)
+            hosts.setdefault(what if what.mode in _COMPILER else what.setup, []).append(what)
         for sharing in hosts.values():
             self._start(sharing, lock if sharing[0].mode == "max-autotune" else None)
         self.log(f"{len(self.contenders)} contenders start in {len(hosts)} processes")

@@ -47,7 +47,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # One compile takes a second or more, so beyond these row counts the compiled baseline is measured
 # only as far as the time allows.
 COMPILED_TOKENS = (1, 16, 256, 4096)
-UNFUSED = ("stock", "rms_norm+linear", "triton_norm+linear", "liger_norm+linear", "compiled")
+UNFUSED = (
+    "stock", "rms_norm+linear", "triton_norm+linear", "liger_norm+linear",
+    "flashinfer_norm+linear", "compiled",
+)  # fmt: skip
 # What is timed where the question is not the best baseline, but ours.
 LIGHT = ("ours", "gemm_only", "triton_norm+linear", "rms_norm+linear")
 WARM_TIMEOUT_S = 60

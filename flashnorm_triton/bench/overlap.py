@@ -75,11 +75,11 @@ def cells(tokens: Sequence[int]) -> list[Cell]:
     ]
 
 
-def one_after_the_other(problem: Problem, device: int) -> Callable[..., Tensor]:
+def one_after_the_other(problem: Problem, device: int, eps: float = EPS) -> Callable[..., Tensor]:
     """Overlap's own work on one stream: matmul, then statistics and scale."""
     family = Overlap(OVERLAP, problem, problem.k)
     geometry = launch.Geometry(problem.m, problem.k, (problem.m,), device)
-    stats, scale = family.stats.bind(geometry, EPS), family.scale.bind(geometry)
+    stats, scale = family.stats.bind(geometry, eps), family.scale.bind(geometry)
     product, output = product_of(problem, device), family.scale.output(geometry)
 
     def run(x: Tensor, w: Tensor, bias: Tensor | None, row_sums: Tensor | None) -> Tensor:

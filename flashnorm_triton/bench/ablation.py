@@ -1,0 +1,245 @@
+"""What each step of the technique gives, on one model: a ladder, every rung in the same run.
+
+Question: of what a patched model gains, how much is due to folding, to one launch a norm, to
+packing, to deferring the divide, to overlap, to the single pass, and to whole blocks? The rungs
+(rungs.py) as one operation (norm → q, k, v and norm → gate, up), as a decode step in a CUDA graph,
+and as eager ``generate``. All rungs of a cell are timed in turn; ``speedup`` is the median of the
+rounds' ratios stock / rung. A rung is compared with float64 (operations: the numerics contract) or
+with the stock model's logits before it is timed, and gets an ``error`` and no time if it is off.
+
+    python -m flashnorm_triton.bench.ablation [--models llama-3.2-1b] [--levels op decode generate]
+        [--tokens 1 16 256 4096] [--quick] [--budget S] [--out FILE]
+
+Where a rung has several plans, those of its strategy that are likeliest are timed, and the best is
+the rung; at the other levels it is the best of that same operation here. Written after every cell.
+Exit: 0 when all is measured, 1 when anything failed or the budget ended it, 2 for bad arguments or
+no GPU. ``--device cpu --models tiny`` tries the script; its file says that it is no benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashnorm_triton import plans, results, runtime
+from flashnorm_triton.bench import decode, ladder_cases, ladder_options, report, rungs, running
+from flashnorm_triton.bench.contenders import Contender, Group
+from flashnorm_triton.bench.generation import PROMPT
+from flashnorm_triton.plans import Plan, Problem
+
+LEVELS = ("op", "decode", "generate")
+TOKENS = (1, 16, 256, 4096)
+QUICK_TOKENS = (1, 256)
+WHOLE = "a block is whole decoder layers: see the levels decode and generate"
+
+
+@dataclass
+class Run:
+    """What the levels of a run share: settings, the header, and the records so far."""
+
+    args: argparse.Namespace
+    head: Mapping[str, Any]
+    log: report.Log
+    path: Path
+    records: list[dict[str, Any]] = field(default_factory=list)
+    best: dict[tuple[str, Problem], Plan] = field(default_factory=dict)
+
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
+        """Keep records, on disk too."""
+        self.records += records
+        results.save(self.path, self.head, self.records)
+        for record in records:
+            self.log(describe(record))
+
+    @property
+    def spent(self) -> bool:
+        """Whether no further cell may be begun."""
+        return ladder_options.spent(self.args, self.log.seconds)
+
+
+def op_level(run: Run, model: str) -> bool:
+    """Measure every operation of a model at every row count; whether the budget sufficed."""
+    args = run.args
+    for case in ladder_cases.cases(model):
+        made = None
+        for m in report.progress(args.tokens, f"ablation {case.name}"):
+            if run.spent:
+                return False
+            identity = {"level": "op", "model": model, "case": case.name, "m": m, "n": case.n,
+                        "k": case.k, "dtype": "bfloat16"}  # fmt: skip
+            try:
+                made = made or ladder_cases.Weights(case, args.device)
+                cell, best = ladder_cases.measure_cell(made, m, args)
+            except Exception as error:
+                cell = {rung: {"error": ladder_options.told(error)} for rung in rungs.RUNGS}
+                best = {}
+            cell["block"] = {"error": WHOLE}
+            run.best |= {(rung, case.problem(m)): plan for rung, plan in best.items()}
+            run.add([{"rung": rung, **identity, **cell[rung]} for rung in rungs.RUNGS])
+    return True
+
+
+def forced_plans(run: Run, model: str, rung: str) -> rungs.Forced:
+    """The plan of every problem that a model on this rung meets: the best found at the level of
+    operations, else the likeliest; none for the rungs that are no strategy.
+
+    Raises ValueError where no kernel of the strategy serves a problem.
+    """
+    args = run.args
+    if rung not in rungs.STRATEGY or args.device != "cuda":
+        return ()
+    device = runtime.device_facts(torch.cuda.current_device())
+    chosen = []
+    # A prompt's forward, before the steps, runs on the rung as well.
+    rows = (args.batch, 1, PROMPT, args.batch * (args.context - args.context // 8))
+    for case in ladder_cases.cases(model):
+        for m in dict.fromkeys(map(plans.bucket, rows)):
+            problem = case.problem(m)
+            plan = run.best.get((rung, problem))
+            listed = rungs.plans_of(rung, problem, device, run.head["gpu"])
+            if plan is None and not listed:
+                raise ValueError(f"no kernel of {rung} serves {problem.k}→{problem.n}, M = {m}")
+            chosen.append((problem, plan or listed[0]))
+    return tuple(chosen)
+
+
+def model_levels(run: Run, model: str, levels: Sequence[str]) -> bool:
+    """Measure a whole model at these levels, in as few waves as memory allows, stock in each;
+    whether the budget sufficed."""
+    args = run.args
+    everyone: list[Contender] = []
+    for rung in rungs.RUNGS:
+        try:
+            forced = forced_plans(run, model, rung)
+        except ValueError as error:
+            run.add([{**identity(args, model, lv, rung), "error": str(error)} for lv in levels])
+            continue
+        everyone += [contender(args, model, level, rung, forced) for level in levels]
+    for number, wave in enumerate(ladder_cases.waves(everyone, args.device)):
+        if run.spent:
+            return False
+        with Group(wave, args.device, patience=args.patience, log=run.log) as live:
+            for level in levels:
+                cell = [what for what in wave if what.task == level]
+                settings = argparse.Namespace(
+                    seconds=args.seconds,
+                    rounds=args.rounds,
+                    steps=20 if level == "decode" else args.new,
+                )
+                timed = decode.measure_cell(live, cell, settings, run.head["copy_tb_s"], run.log)
+                records = [of_rung(args, level, one) for one in timed]
+                # Stock is measured in every wave, and told once.
+                run.add(records[1 if number else 0 :])
+    return True
+
+
+def contender(
+    args: argparse.Namespace, model: str, level: str, rung: str, forced: rungs.Forced = ()
+) -> Contender:
+    """A model on a rung, at a level of whole models."""
+    if level == "generate":
+        return Contender(model, rung, "eager", 1, args.new, level, plans=forced)
+    mode = "graph" if args.device == "cuda" else "eager"
+    return Contender(model, rung, mode, args.batch, args.context, level, plans=forced)
+
+
+def identity(args: argparse.Namespace, model: str, level: str, rung: str) -> dict[str, Any]:
+    """What a record of a whole model has, measured or not."""
+    one = contender(args, model, level, rung)
+    return {"rung": rung, "level": level, "model": model, "mode": one.mode, "batch": one.batch,
+            "tokens": one.tokens, "dtype": "bfloat16"}  # fmt: skip
+
+
+def of_rung(args: argparse.Namespace, level: str, timed: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the ladder from one of ``decode.measure_cell``."""
+    record = identity(args, timed["model"], level, timed["variant"])
+    if timed.get("error"):
+        return {**record, "error": timed["error"]}
+    kept = ("ms", "ms_q20", "ms_q80", "launches", "host_calls", "busy_ms", "apart", "rounds")
+    record |= {name: timed.get(name) for name in kept}
+    record["tokens_per_s"] = record["batch"] * 1e3 / record["ms"]
+    stock = 1.0 if record["rung"] == "stock" else None
+    return {**record, "speedup": next(iter(timed["speedups"].values()), stock)}
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """One line of a record."""
+    where = f"{record.get('case', record['level'])} {record['rung']}"
+    if "m" in record:
+        where += f" M={record['m']}"
+    if record.get("error"):
+        return f"{where}: {record['error']}"
+    time = f"{record['us']:.2f} µs" if "us" in record else f"{record['ms']:.3f} ms"
+    ratio = "" if record["speedup"] is None else f", {record['speedup']:.2f}x stock"
+    return f"{where}: {time}{ratio}, launches {record['launches']}"
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Speedups over stock, a rung a line and a cell a column, a block a model."""
+    lines: list[str] = []
+    for model in dict.fromkeys(record["model"] for record in records):
+        own = [record for record in records if record["model"] == model]
+        cells = list(dict.fromkeys(map(_cell, own)))
+        found = {(_cell(r), r["rung"]): r.get("speedup") for r in report.measured(own)}
+        lines += ["", f"{model}: stock / rung"]
+        lines.append(f"{'':>11}" + "".join(f"{cell:>16}" for cell in cells))
+        for rung in rungs.RUNGS:
+            values = [found.get((cell, rung)) for cell in cells]
+            row = "".join(f"{'-' if v is None else format(v, '.2f'):>16}" for v in values)
+            lines.append(f"{rung:>11}{row}")
+    return "\n".join(lines)
+
+
+def _cell(record: Mapping[str, Any]) -> str:
+    if record["level"] == "op":
+        return f"{record['case'].rpartition('.')[2]} M={record['m']}"
+    return record["level"]
+
+
+def run(args: argparse.Namespace) -> int:
+    log = report.Log()
+    torch.manual_seed(args.seed)
+    head = running.header(args.device)
+    torch.cuda.empty_cache()
+    path = running.result_file(args.out, head["gpu"], "ablation.json")
+    state = Run(args, head, log, path)
+    complete = True
+    whole = [level for level in args.levels if level != "op"]
+    for model in args.models:
+        if complete and "op" in args.levels:
+            complete = op_level(state, model)
+        if complete and whole:
+            complete = model_levels(state, model, whole)
+    print(table(state.records), flush=True)
+    failed = [r for r in state.records if r.get("error") and r["error"] != WHOLE]
+    stopped = f"stopped at the budget of {args.budget:.0f} s" if not complete else None
+    return running.ended(log, path, failed=bool(failed), stopped=stopped)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = running.parser(__doc__, trial=True)
+    ladder_options.add_common(parser)
+    ladder_options.add_models(parser)
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
+    parser.add_argument("--tokens", nargs="+", type=int, help="row counts of the operations")
+    parser.add_argument("--new", type=int, default=32, help="tokens that generate makes (32)")
+    args = parser.parse_args(argv)
+    args.tokens = args.tokens or list(QUICK_TOKENS if args.quick else TOKENS)
+    ladder_options.check_common(parser, args)
+    if args.new < 4:
+        parser.error(f"--new {args.new}: at least 4 tokens, to tell step t from t-1")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    return ladder_options.started("ablation", parse(argv), run)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
