@@ -117,7 +117,7 @@ def test_a_replay_is_told_by_the_calls_it_was_captured_from() -> None:
 
 def _steps(level: str, quantization: str = "none") -> Steps:
     what = Contender("tiny", level, "eager", 1, 16, quantization=quantization)
-    return Steps(what, Loaded("tiny", level, "cpu", quantization))
+    return Steps(what, Loaded("tiny", level, "cpu", "bfloat16", quantization))
 
 
 @pytest.mark.parametrize("level", ["stock", "norm", "block"])

@@ -22,13 +22,21 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from flashnorm_triton import plans, results, runtime
-from flashnorm_triton.bench import decode, ladder_cases, ladder_options, report, rungs, running
+from flashnorm_triton import plans, runtime
+from flashnorm_triton.bench import (
+    decode,
+    decoders,
+    ladder_cases,
+    ladder_options,
+    report,
+    resuming,
+    rungs,
+    running,
+)
 from flashnorm_triton.bench.contenders import Contender, Group
 from flashnorm_triton.bench.generation import PROMPT
 from flashnorm_triton.plans import Plan, Problem
@@ -41,21 +49,25 @@ WHOLE = "a block is whole decoder layers: see the levels decode and generate"
 
 @dataclass
 class Run:
-    """What the levels of a run share: settings, the header, and the records so far."""
+    """What the levels of a run share: settings, and the file with the records so far."""
 
     args: argparse.Namespace
-    head: Mapping[str, Any]
     log: report.Log
-    path: Path
-    records: list[dict[str, Any]] = field(default_factory=list)
+    kept: resuming.Kept
     best: dict[tuple[str, Problem], Plan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.dtype = ladder_options.dtype_of(self.args)
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Keep records, on disk too."""
-        self.records += records
-        results.save(self.path, self.head, self.records)
+        self.kept.save(records)
         for record in records:
             self.log(describe(record))
+
+    def cases(self, model: str) -> list[ladder_cases.Case]:
+        """The operations of a model."""
+        return ladder_cases.cases(model, self.dtype)
 
     @property
     def spent(self) -> bool:
@@ -66,13 +78,16 @@ class Run:
 def op_level(run: Run, model: str) -> bool:
     """Measure every operation of a model at every row count; whether the budget sufficed."""
     args = run.args
-    for case in ladder_cases.cases(model):
+    for case in run.cases(model):
         made = None
         for m in report.progress(args.tokens, f"ablation {case.name}"):
+            found = {"level": "op", "case": case.name, "m": m, "dtype": case.dtype}
+            if all(run.kept.has(rung=rung, **found) for rung in rungs.RUNGS[:-1]):
+                continue
             if run.spent:
                 return False
-            identity = {"level": "op", "model": model, "case": case.name, "m": m, "n": case.n,
-                        "k": case.k, "dtype": "bfloat16"}  # fmt: skip
+            run.kept.forget(**found)
+            found |= {"model": decoders.label(model), "n": case.n, "k": case.k}
             try:
                 made = made or ladder_cases.Weights(case, args.device)
                 cell, best = ladder_cases.measure_cell(made, m, args)
@@ -81,7 +96,7 @@ def op_level(run: Run, model: str) -> bool:
                 best = {}
             cell["block"] = {"error": WHOLE}
             run.best |= {(rung, case.problem(m)): plan for rung, plan in best.items()}
-            run.add([{"rung": rung, **identity, **cell[rung]} for rung in rungs.RUNGS])
+            run.add([{"rung": rung, **found, **cell[rung]} for rung in rungs.RUNGS])
     return True
 
 
@@ -98,11 +113,11 @@ def forced_plans(run: Run, model: str, rung: str) -> rungs.Forced:
     chosen = []
     # A prompt's forward, before the steps, runs on the rung as well.
     rows = (args.batch, 1, PROMPT, args.batch * (args.context - args.context // 8))
-    for case in ladder_cases.cases(model):
+    for case in run.cases(model):
         for m in dict.fromkeys(map(plans.bucket, rows)):
             problem = case.problem(m)
             plan = run.best.get((rung, problem))
-            listed = rungs.plans_of(rung, problem, device, run.head["gpu"])
+            listed = rungs.plans_of(rung, problem, device, run.kept.head["gpu"])
             if plan is None and not listed:
                 raise ValueError(f"no kernel of {rung} serves {problem.k}→{problem.n}, M = {m}")
             chosen.append((problem, plan or listed[0]))
@@ -114,6 +129,10 @@ def model_levels(run: Run, model: str, levels: Sequence[str]) -> bool:
     whether the budget sufficed."""
     args = run.args
     everyone: list[Contender] = []
+    # A level is measured as a whole, so that all of it is of the same minutes.
+    levels = [level for level in levels if not _whole(run, model, level)]
+    for level in levels:
+        run.kept.forget(level=level, model=decoders.label(model))
     for rung in rungs.RUNGS:
         try:
             forced = forced_plans(run, model, rung)
@@ -132,33 +151,41 @@ def model_levels(run: Run, model: str, levels: Sequence[str]) -> bool:
                     rounds=args.rounds,
                     steps=20 if level == "decode" else args.new,
                 )
-                timed = decode.measure_cell(live, cell, settings, run.head["copy_tb_s"], run.log)
-                records = [of_rung(args, level, one) for one in timed]
+                timed = decode.measure_cell(
+                    live, cell, settings, run.kept.head["copy_tb_s"], run.log
+                )
+                records = [of_rung(level, one) for one in timed]
                 # Stock is measured in every wave, and told once.
                 run.add(records[1 if number else 0 :])
     return True
+
+
+def _whole(run: Run, model: str, level: str) -> bool:
+    """Whether every rung of a level is in the file already."""
+    return all(run.kept.has(**identity(run.args, model, level, rung)) for rung in rungs.RUNGS)
 
 
 def contender(
     args: argparse.Namespace, model: str, level: str, rung: str, forced: rungs.Forced = ()
 ) -> Contender:
     """A model on a rung, at a level of whole models."""
+    dtype = ladder_options.dtype_of(args)
     if level == "generate":
-        return Contender(model, rung, "eager", 1, args.new, level, plans=forced)
+        return Contender(model, rung, "eager", 1, args.new, level, dtype, plans=forced)
     mode = "graph" if args.device == "cuda" else "eager"
-    return Contender(model, rung, mode, args.batch, args.context, level, plans=forced)
+    return Contender(model, rung, mode, args.batch, args.context, level, dtype, plans=forced)
 
 
 def identity(args: argparse.Namespace, model: str, level: str, rung: str) -> dict[str, Any]:
     """What a record of a whole model has, measured or not."""
-    one = contender(args, model, level, rung)
-    return {"rung": rung, "level": level, "model": model, "mode": one.mode, "batch": one.batch,
-            "tokens": one.tokens, "dtype": "bfloat16"}  # fmt: skip
+    told = decode.identity(contender(args, model, level, rung))
+    return {"rung": told.pop("variant"), "level": level, **told}
 
 
-def of_rung(args: argparse.Namespace, level: str, timed: Mapping[str, Any]) -> dict[str, Any]:
+def of_rung(level: str, timed: Mapping[str, Any]) -> dict[str, Any]:
     """A record of the ladder from one of ``decode.measure_cell``."""
-    record = identity(args, timed["model"], level, timed["variant"])
+    told = ("model", "mode", "batch", "tokens", "dtype")
+    record = {"rung": timed["variant"], "level": level, **{name: timed[name] for name in told}}
     if timed.get("error"):
         return {**record, "error": timed["error"]}
     kept = ("ms", "ms_q20", "ms_q80", "launches", "host_calls", "busy_ms", "apart", "rounds")
@@ -208,7 +235,10 @@ def run(args: argparse.Namespace) -> int:
     head = running.header(args.device)
     torch.cuda.empty_cache()
     path = running.result_file(args.out, head["gpu"], "ablation.json")
-    state = Run(args, head, log, path)
+    shaping = ("rounds", "seconds", "context", "batch", "new", "device")
+    settings = {name: getattr(args, name) for name in shaping}
+    kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
+    state = Run(args, log, kept)
     complete = True
     whole = [level for level in args.levels if level != "op"]
     for model in args.models:
@@ -216,14 +246,14 @@ def run(args: argparse.Namespace) -> int:
             complete = op_level(state, model)
         if complete and whole:
             complete = model_levels(state, model, whole)
-    print(table(state.records), flush=True)
-    failed = [r for r in state.records if r.get("error") and r["error"] != WHOLE]
+    report.say(table(kept.records))
+    failed = [r for r in kept.records if r.get("error") and r["error"] != WHOLE]
     stopped = f"stopped at the budget of {args.budget:.0f} s" if not complete else None
     return running.ended(log, path, failed=bool(failed), stopped=stopped)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = running.parser(__doc__, trial=True)
+    parser = running.parser(__doc__, trial=True, resume=True)
     ladder_options.add_common(parser)
     ladder_options.add_models(parser)
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)

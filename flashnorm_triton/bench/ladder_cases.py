@@ -35,16 +35,17 @@ class Case:
     k: int
     parts: tuple[int, ...]
     eps: float
+    dtype: str = "bfloat16"
 
     @property
     def n(self) -> int:
         return sum(self.parts)
 
     def problem(self, m: int) -> Problem:
-        return Problem("bfloat16", m, self.n, self.k)
+        return Problem(self.dtype, m, self.n, self.k)
 
 
-def cases(model: str) -> list[Case]:
+def cases(model: str, dtype: str = "bfloat16") -> list[Case]:
     """The distinct norm → linears of a named model, from its modules without their weights."""
     meta = decoders.make(model, "meta")
     found: dict[tuple[int, tuple[int, ...]], Case] = {}
@@ -54,7 +55,8 @@ def cases(model: str) -> list[Case]:
         name = ("" if max(map(len, stems)) == 1 else "_").join(stems)
         parts = tuple(linear.weight.shape[0] for linear in linears)
         k = linears[0].weight.shape[1]
-        found.setdefault((k, parts), Case(f"{model}.{name}", k, parts, float(site.eps)))
+        name = f"{decoders.label(model)}.{name}"
+        found.setdefault((k, parts), Case(name, k, parts, float(site.eps), dtype))
     return list(found.values())
 
 
@@ -64,10 +66,11 @@ class Weights:
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device = case, torch.device(device)
         self.on_gpu = self.device.type == "cuda"
-        k = case.k
-        self.gains = [(1 + 0.5 * torch.randn(k, device=device)).bfloat16() for _ in self._sets()]
+        k, self.dtype = case.k, getattr(torch, case.dtype)
+        copies = range(self.copies(1))
+        self.gains = [(1 + 0.5 * torch.randn(k, device=device)).to(self.dtype) for _ in copies]
         weights = [
-            [(torch.randn(n, k, device=device) * k**-0.5).bfloat16() for n in case.parts]
+            [(torch.randn(n, k, device=device) * k**-0.5).to(self.dtype) for n in case.parts]
             for _ in self.gains
         ]
         self.weight64 = torch.cat(weights[0]).double()
@@ -75,9 +78,6 @@ class Weights:
             rungs.Operation(own, gain, case.eps)
             for own, gain in zip(weights, self.gains, strict=True)
         ]
-
-    def _sets(self) -> range:
-        return range(self.copies(1))
 
     def copies(self, m: int) -> int:
         """How many sets of weights and inputs are rotated at ``m`` rows."""
@@ -146,7 +146,7 @@ def measure_cell(
     is one strategy."""
     tried, chosen = made.tried(m)
     copies = min(made.copies(m), len(made.operations))
-    x = [torch.randn(m, made.case.k, device=made.device).bfloat16() for _ in range(copies)]
+    x = [torch.randn(m, made.case.k, device=made.device).to(made.dtype) for _ in range(copies)]
     calls = ways(made, m, tried)
     backend = measure.CudaBackend() if made.on_gpu else HostBackend()
     failed: dict[Way, str] = {}
@@ -236,7 +236,7 @@ def _verdict(made: Weights, m: int, call: Call, stock: Call) -> accuracy.Verdict
         weight64=made.weight64,
         eps=made.case.eps,
         m=m,
-        dtype=torch.bfloat16,
+        dtype=made.dtype,
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 import warnings
 from collections.abc import Callable
 
-from flashnorm_triton.bench import running
+from flashnorm_triton.bench import decoders, running
 from flashnorm_triton.tuning import measure
 
 HINT = "or try it with --device cpu"
@@ -23,7 +23,11 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def add_models(parser: argparse.ArgumentParser) -> None:
     """The options of those that run whole models."""
-    parser.add_argument("--models", nargs="+", default=["llama-3.2-1b"], help="(llama-3.2-1b)")
+    parser.add_argument(
+        "--models", nargs="+", type=running.word(decoders.known), default=["llama-3.2-1b"],
+        help="named shapes, demo, folders with a config.json, hub ids (llama-3.2-1b)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=running.DTYPES, default="bf16")
     parser.add_argument("--context", type=int, default=512, help="places of the cache (512)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a decode step (1)")
     parser.add_argument("--seconds", type=float, default=10, help="of timing, a cell (10)")
@@ -67,6 +71,11 @@ def started(name: str, args: argparse.Namespace, run: Callable[[argparse.Namespa
 def spent(args: argparse.Namespace, seconds: float) -> bool:
     """Whether the budget is, so that no further cell is begun."""
     return args.budget is not None and seconds > args.budget
+
+
+def dtype_of(args: argparse.Namespace) -> str:
+    """torch's short name of ``--dtype``."""
+    return running.DTYPES[args.dtype]
 
 
 def told(error: Exception) -> str:

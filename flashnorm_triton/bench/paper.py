@@ -28,14 +28,13 @@ from typing import Any
 
 import torch
 
-from flashnorm_triton import results, runtime
-from flashnorm_triton.bench import ladder_options, norm_linear, report, running
+from flashnorm_triton import runtime
+from flashnorm_triton.bench import ladder_options, norm_linear, report, resuming, running
 from flashnorm_triton.bench.cases import Case
 from flashnorm_triton.bench.shapes import Shape
 from flashnorm_triton.tuning import measure
 
 DATA = Path(__file__).with_name("paper_cells.json")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SAME_KIND = "rms_norm+linear"
 """The baseline of the paper's reductions: the library's norm, then the library's matmul."""
 PACKAGES = {"liger_norm+linear": "liger-kernel", "flashinfer_norm+linear": "flashinfer-python"}
@@ -119,33 +118,26 @@ def sweep(
     save: Callable[[list[dict[str, Any]]], None],
     spent: Callable[[], bool],
     log: Callable[[str], None],
-) -> tuple[list[dict[str, Any]], bool]:
-    """Measure each distinct cell once, saving after each; the records, a table and row each, and
-    whether nothing ended it before."""
+    has: Callable[[Mapping[str, Any]], bool] = lambda row: False,
+) -> bool:
+    """Measure each distinct cell once, and save its records, one for each table that has it;
+    whether nothing ended it before. ``has``: whether a record is there already."""
     rows: dict[Cell, list[dict[str, Any]]] = {}
     for table in tables:
         for row in table["rows"]:
             key = row["k"], row["n"], row["m"]
             rows.setdefault(key, []).append(identity(table, row, dtype))
-    records: list[dict[str, Any]] = []
-    for key in report.progress(list(rows), "paper"):
+    for key in report.progress([key for key in rows if not all(map(has, rows[key]))], "paper"):
         if spent():
-            return records, False
+            return False
         try:
             fields = compared(cell(key))
         except Exception as error:
             fields = {"error": ladder_options.told(error)}
-        records += [{**row, **fields} for row in rows[key]]
-        order = [table["table"] for table in tables]
-        records.sort(key=lambda record: order.index(record["table"]))
+        records = [{**row, **fields} for row in rows[key] if not has(row)]
         save(records)
-        log(describe(records_of(records, key)[0]))
-    return records, True
-
-
-def records_of(records: Sequence[dict[str, Any]], key: Cell) -> list[dict[str, Any]]:
-    """The records of one cell, in all tables."""
-    return [record for record in records if (record["k"], record["n"], record["m"]) == key]
+        log(describe(records[0]))
+    return True
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -162,8 +154,10 @@ def describe(record: Mapping[str, Any]) -> str:
 def table_text(records: Sequence[Mapping[str, Any]]) -> str:
     """Every table's cells, the paper's reduction and ours, and both sides' wins and losses."""
     lines: list[str] = []
-    for name in dict.fromkeys(record["table"] for record in records):
+    for name in (table["table"] for table in data()["tables"]):
         own = [record for record in records if record["table"] == name]
+        if not own:
+            continue
         lines += ["", f"table {name} ({own[0]['label']}, {own[0]['gpu_paper']}), time saved"]
         lines.append(f"{'cell':>18} {'paper':>8} {'paper, other':>13} {'ours':>8} {'vs best':>8}")
         for record in own:
@@ -193,6 +187,8 @@ def run(args: argparse.Namespace) -> int:
     head = running.header()
     path = running.result_file(args.out, head["gpu"], "paper.json")
     head |= {"paper": data()["paper"], "paper_source": data()["source"]}
+    settings = {name: getattr(args, name) for name in ("rounds", "dtype", "seed")}
+    kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
     backend = measure.CudaBackend()
     facts = runtime.device_facts(torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -206,32 +202,36 @@ def run(args: argparse.Namespace) -> int:
                 Shape(f"{k}x{n}", k, n),
                 cache_bytes=properties.L2_cache_size,
                 memory_bytes=properties.total_memory // 4,
-                dtype=DTYPES[args.dtype],
+                dtype=getattr(torch, running.DTYPES[args.dtype]),
             )
         return norm_linear.measure_cell(
             cases[k, n], m, backend=backend, rounds=args.rounds, compiled=False, head=head,
             facts=facts,
         )  # fmt: skip
 
-    records, complete = sweep(
+    dtype = running.DTYPES[args.dtype]
+    complete = sweep(
         tables_of(args.tables),
-        str(DTYPES[args.dtype]).removeprefix("torch."),
+        dtype,
         cell,
-        save=lambda records: results.save(path, head, records),
+        save=kept.save,
         spent=lambda: ladder_options.spent(args, log.seconds),
         log=log,
+        has=lambda row: kept.has(table=row["table"], k=row["k"], n=row["n"], m=row["m"]),
     )
-    print(table_text(records), flush=True)
-    broken = [r for r in records if r.get("error") or not r["contract_ok"]]
+    report.say(table_text(kept.records))
+    broken = [r for r in kept.records if r.get("error") or not r["contract_ok"]]
     stopped = f"stopped at the budget of {args.budget:.0f} s" if not complete else None
     return running.ended(log, path, failed=bool(broken), stopped=stopped)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = running.parser(__doc__)
+    parser = running.parser(__doc__, resume=True)
     ladder_options.add_common(parser)
     parser.add_argument("--tables", nargs="+", help="by number: 2 3 8 9 10 (all; quick 10)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="as the paper's (fp16)")
+    parser.add_argument(
+        "--dtype", choices=running.DTYPES, default="fp16", help="as the paper's (fp16)"
+    )
     args = parser.parse_args(argv)
     args.tables = args.tables or (list(QUICK_TABLES) if args.quick else None)
     try:

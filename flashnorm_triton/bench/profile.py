@@ -27,8 +27,16 @@ from typing import Any
 
 import torch
 
-from flashnorm_triton import results
-from flashnorm_triton.bench import ladder_cases, ladder_options, quantizing, report, running
+from flashnorm_triton.bench import (
+    decode,
+    decoders,
+    ladder_cases,
+    ladder_options,
+    quantizing,
+    report,
+    resuming,
+    running,
+)
 from flashnorm_triton.bench.contenders import Contender, Group, speedup
 from flashnorm_triton.tuning import measure
 
@@ -43,7 +51,15 @@ def contenders_of(args: argparse.Namespace, model: str, quantization: str) -> li
     """What is compared with one another: stock first."""
     modes = [mode for mode in args.modes if args.device == "cuda" or mode != "graph"]
     return [
-        Contender(model, variant, mode, args.batch, args.context, quantization=quantization)
+        Contender(
+            model,
+            variant,
+            mode,
+            args.batch,
+            args.context,
+            dtype=ladder_options.dtype_of(args),
+            quantization=quantization,
+        )
         for variant in args.variants
         for mode in modes
         if variant != "block" or quantization == "none"
@@ -52,9 +68,7 @@ def contenders_of(args: argparse.Namespace, model: str, quantization: str) -> li
 
 def identity(what: Contender) -> dict[str, Any]:
     """What a record has, measured or not."""
-    return {"model": what.model, "mode": what.mode, "variant": what.level,
-            "quantization": what.quantization, "batch": what.batch, "tokens": what.tokens,
-            "dtype": "bfloat16"}  # fmt: skip
+    return {**decode.identity(what), "quantization": what.quantization}
 
 
 def without_blocks(args: argparse.Namespace, model: str, quantization: str) -> list[dict[str, Any]]:
@@ -135,31 +149,35 @@ def run(args: argparse.Namespace) -> int:
     head = running.header(args.device)
     torch.cuda.empty_cache()
     path = running.result_file(args.out, head["gpu"], "profile.json")
-    records: list[dict[str, Any]] = []
+    settings = {name: getattr(args, name) for name in ("rounds", "seconds", "device")}
+    kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
     stopped = None
     todo = [(model, kind) for model in args.models for kind in args.quantization]
     for model, kind in report.progress(todo, "profile"):
+        group = contenders_of(args, model, kind)
+        if all(kept.has(**identity(what)) for what in group):
+            continue
         if ladder_options.spent(args, log.seconds):
             stopped = f"stopped at the budget of {args.budget:.0f} s before {model} {kind}"
             break
+        # What is compared is measured as a whole, so that all of it is of the same minutes.
+        kept.forget(model=decoders.label(model), quantization=kind)
         found = without_blocks(args, model, kind)
-        group = contenders_of(args, model, kind)
         for number, wave in enumerate(ladder_cases.waves(group, args.device)):
             with Group(wave, args.device, patience=args.patience, log=log) as live:
                 measured = measure_group(live, wave, args, log)
             # Stock is measured in every wave, and told once.
             found += [r for r in measured if not number or r["variant"] != wave[0].level]
-        records += found
-        results.save(path, head, records)
+        kept.save(found)
         for record in found:
             log(describe(record))
-    print(table(records), flush=True)
-    failed = [r for r in records if r.get("error") and not r["error"].startswith(EXPECTED)]
+    report.say(table(kept.records))
+    failed = [r for r in kept.records if r.get("error") and not r["error"].startswith(EXPECTED)]
     return running.ended(log, path, failed=bool(failed), stopped=stopped)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = running.parser(__doc__, trial=True)
+    parser = running.parser(__doc__, trial=True, resume=True)
     ladder_options.add_common(parser)
     ladder_options.add_models(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES)
