@@ -41,8 +41,9 @@ SERVER = """
 import json, os, resource, sys, time
 import torch, transformers
 from transformers import LlamaForCausalLM
-from flashnorm_triton.checkpoints import folding, hashing, stream
-from flashnorm_triton.checkpoints.reading import CHUNK
+from flashnorm_triton.checkpoints import folding, hashing
+from flashnorm_triton.checkpoints.passing import CHUNK, reserve, write_all
+from flashnorm_triton.checkpoints.product import Product, Scale, Scratch
 from flashnorm_triton.checkpoints.source import open_source
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def parts(source, target, digest):
     source = open_source(Path(source), "source")
     plan = part("plan", lambda: folding.make_plan(source))
     edits = folding._edits(source, plan, False)
-    buffer = memoryview(bytearray(CHUNK))
+    buffer, scratch = memoryview(bytearray(CHUNK)), Scratch()
     target = Path(target)
     for shard in source.shards.values():
         size = shard.data_start + shard.data_size
@@ -95,17 +96,19 @@ def parts(source, target, digest):
             part(name, hashed)
         def multiplied():
             for entry in shard.entries:
-                if isinstance(edits.get(entry.name), stream.Scale):
-                    product = stream.Product(entry, entry.dtype, edits[entry.name])
-                    step = len(buffer) // product.row_bytes * product.row_bytes
-                    for start in range(0, entry.size, step):
-                        product(buffer[: min(step, entry.size - start)])
+                if isinstance(edits.get(entry.name), Scale):
+                    product = Product(entry, entry.dtype, edits[entry.name])
+                    rows = len(buffer) // product.row_bytes
+                    for row in range(0, entry.size // product.row_bytes, rows):
+                        left = entry.size - row * product.row_bytes
+                        piece = buffer[: min(rows * product.row_bytes, left)]
+                        product.piece(piece, row, scratch)
         part("product", multiplied)
         def written():
             with target.open("wb", buffering=0) as file:
-                stream.reserve(file, size)
+                reserve(file, size)
                 for start in range(0, size, len(buffer)):
-                    stream.write_all(file, buffer[: size - start])
+                    write_all(file, buffer[: size - start], start)
         part("write", written)
         target.unlink()
     return spent

@@ -21,7 +21,7 @@ from folders import saved
 from safetensors.torch import load_file, save_file
 
 import flashnorm_triton as fn
-from flashnorm_triton.checkpoints import folding, guard, stream
+from flashnorm_triton.checkpoints import folding, guard, passing
 
 INDEX = "model.safetensors.index.json"
 
@@ -253,13 +253,13 @@ def test_an_error_or_interrupt_at_any_point_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every write and every step to the last rename is made to fail once."""
-    real, counter = stream.write_all, itertools.count()
+    real, counter = passing.write_all, itertools.count()
 
     def counting(*arguments: object) -> None:
         next(counter)
         real(*arguments)
 
-    monkeypatch.setattr(stream, "write_all", counting)
+    monkeypatch.setattr(passing, "write_all", counting)
     fn.fold_checkpoint(source, tmp_path / "counted", progress=False)
     count = next(counter)
     assert count > 20
@@ -271,13 +271,13 @@ def test_an_error_or_interrupt_at_any_point_leaves_nothing(
                 raise KeyboardInterrupt
             real(*arguments)
 
-        monkeypatch.setattr(stream, "write_all", failing)
+        monkeypatch.setattr(passing, "write_all", failing)
         before = state(source)
         with pytest.raises(KeyboardInterrupt):
             fn.fold_checkpoint(source, tmp_path / "dst", progress=False)
         assert state(source) == before
         assert sorted(f.name for f in tmp_path.iterdir()) == ["counted", "src"]
-    monkeypatch.setattr(stream, "write_all", real)
+    monkeypatch.setattr(passing, "write_all", real)
     for step in ("_copy_others", "_record", "_write_texts", "make_card"):
 
         def broken(*arguments: object) -> None:
@@ -290,13 +290,13 @@ def test_an_error_or_interrupt_at_any_point_leaves_nothing(
 
 SLOW = """
 import os, sys, time
-from flashnorm_triton.checkpoints import folding, stream
-real = stream.write_all
+from flashnorm_triton.checkpoints import folding, passing
+real = passing.write_all
 def slow(*arguments):
     real(*arguments)
     os.write(1, f"{os.getpid()}\\n".encode())  # whole lines, from whichever thread
     time.sleep(0.5)
-stream.write_all = slow
+passing.write_all = slow
 for name in sys.argv[2:]:  # forks: torch is imported once
     child = os.fork()
     if not child:
@@ -346,19 +346,19 @@ def test_a_failure_stops_the_other_shards(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards are written several at a time; none goes on for a result that nobody will see."""
-    real, writes = stream.write_all, itertools.count()
+    real, writes = passing.write_all, itertools.count()
     failed = threading.Event()
 
-    def failing(sink: Any, data: Any) -> None:
+    def failing(sink: Any, data: Any, place: int) -> None:
         if "00001-of" in sink.name:
             failed.set()
             raise OSError("no space left on device")
         failed.wait(10)
         time.sleep(0.05)
         next(writes)
-        real(sink, data)
+        real(sink, data, place)
 
-    monkeypatch.setattr(stream, "write_all", failing)
+    monkeypatch.setattr(passing, "write_all", failing)
     refused(source, tmp_path / "dst", "no space left on device")
     assert next(writes) < 20
 
@@ -366,11 +366,11 @@ def test_a_failure_stops_the_other_shards(
 def test_a_source_that_changes_meanwhile(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = stream.Rewriter._tensor
+    real = passing.Pass._write
 
     def meddling(self: object, *arguments: object) -> None:
         os.utime(first_shard(source))
         real(self, *arguments)
 
-    monkeypatch.setattr(stream.Rewriter, "_tensor", meddling)
+    monkeypatch.setattr(passing.Pass, "_write", meddling)
     refused(source, tmp_path / "dst", "was changed while it was read")

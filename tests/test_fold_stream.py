@@ -15,10 +15,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import flashnorm_triton as fn
-from flashnorm_triton.checkpoints import reading, stream
+from flashnorm_triton.checkpoints import passing, product
 from flashnorm_triton.checkpoints.hashing import hash_bytes
+from flashnorm_triton.checkpoints.product import Product, Scale, Scratch
 from flashnorm_triton.checkpoints.safefile import Entry, make_header, read_shard, to_bytes
-from flashnorm_triton.checkpoints.stream import Added, Drop, Replace, Rewriter, Scale
+from flashnorm_triton.checkpoints.stream import Added, Drop, Replace, Rewriter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,9 +67,9 @@ def test_the_bar_shows_bytes_and_the_time_left(
 def test_products_along_every_axis_in_pieces_of_any_size(
     tmp_path: Path, chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "CHUNK", chunk)
+    monkeypatch.setattr(passing, "CHUNK", chunk)
     algorithm = "blake3" if dtype == torch.float32 else "sha256"
-    monkeypatch.setattr(stream, "_PIECE", max(chunk // 8, 1))
+    monkeypatch.setattr(product, "_PIECE", max(chunk // 8, 1))
     gain, beta = torch.randn(6), torch.randn(6)
     held = {
         "a_bias": torch.randn(5),
@@ -95,11 +96,12 @@ def test_products_along_every_axis_in_pieces_of_any_size(
     added = (Added("new", "linear", Scale(gain * 2, 1)), Added("copy", "other", None))
     rewriter = Rewriter(edits, added, advance=seen.append, digest=algorithm)
     shard = read_shard(tmp_path / "in.safetensors")
-    digest = rewriter.write(shard, tmp_path / "out.safetensors")
+    (tmp_path / "out").mkdir()
+    (digest,) = rewriter.write_shards({"x.safetensors": shard}, tmp_path / "out").values()
     rewriter.finish()
     data = (tmp_path / "in.safetensors").read_bytes()
     assert digest == hash_bytes(algorithm, data) and sum(seen) == len(data)
-    with safe_open(tmp_path / "out.safetensors", "pt") as opened:
+    with safe_open(tmp_path / "out" / "x.safetensors", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
         new = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     assert new.keys() == (held.keys() - {"gone"}) | {"new", "copy"}
@@ -135,12 +137,15 @@ def test_every_bfloat16_weight_is_multiplied_in_float32_and_rounded_once(
     weight = every[:, None].expand(-1, 64) if axis else every.expand(64, -1)
     weight = weight.contiguous()
     entry = Entry("w", "BF16", tuple(weight.shape), 0, weight.numel() * 2)
-    product = stream.Product(entry, "BF16", Scale(gain, axis))
-    data, found = to_bytes(weight), []
-    for start in range(0, len(data), 8 * product.row_bytes):
-        piece = bytearray(data[start : start + 8 * product.row_bytes])
-        found.append(bytes(product(memoryview(piece))))
-    result = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.bfloat16).view_as(weight)
+    made, scratch = Product(entry, "BF16", Scale(gain, axis)), Scratch()
+    data, found = to_bytes(weight), {}
+    starts = torch.arange(0, len(data), 8 * made.row_bytes)
+    for start in starts[torch.randperm(len(starts))].tolist():  # threads come in any order
+        piece = bytearray(data[start : start + 8 * made.row_bytes])
+        row = start // made.row_bytes
+        found[start] = bytes(made.piece(memoryview(piece), row, scratch))
+    joined = bytearray(b"".join(found[start] for start in sorted(found)))
+    result = torch.frombuffer(joined, dtype=torch.bfloat16).view_as(weight)
     wanted = (weight.float() * (gain if axis else gain[:, None])).bfloat16()
     same = result.view(torch.int16) == wanted.view(torch.int16)
     assert bool((same | (result.isnan() & wanted.isnan())).all())
@@ -162,7 +167,8 @@ def test_a_cast_leaves_other_dtypes_alone(tmp_path: Path) -> None:
     held = {"half": torch.randn(4, 4).bfloat16(), "wide": torch.randn(3), "ids": torch.arange(5)}
     save_file(held, tmp_path / "in.safetensors")
     rewriter = Rewriter({}, cast={"BF16": "F32"})
-    rewriter.write(read_shard(tmp_path / "in.safetensors"), tmp_path / "out.safetensors")
+    shards = {"out.safetensors": read_shard(tmp_path / "in.safetensors")}
+    rewriter.write_shards(shards, tmp_path)
     with safe_open(tmp_path / "out.safetensors", "pt") as opened:
         assert torch.equal(opened.get_tensor("half"), held["half"].float())
         assert torch.equal(opened.get_tensor("wide"), held["wide"])

@@ -16,7 +16,9 @@ from flashnorm_triton import __version__
 from flashnorm_triton.checkpoints.card import make_card
 from flashnorm_triton.checkpoints.guard import check_destination, check_foldable, check_space
 from flashnorm_triton.checkpoints.hashing import choose, hash_bytes, hash_listing
+from flashnorm_triton.checkpoints.passing import copy_hashed
 from flashnorm_triton.checkpoints.plan import Plan, divided_bias, gain_of, make_plan
+from flashnorm_triton.checkpoints.product import Scale
 from flashnorm_triton.checkpoints.safefile import FLOATS, NAME_OF
 from flashnorm_triton.checkpoints.source import (
     CARD,
@@ -34,8 +36,6 @@ from flashnorm_triton.checkpoints.stream import (
     Edit,
     Replace,
     Rewriter,
-    Scale,
-    copy_hashed,
 )
 from flashnorm_triton.checkpoints.workplace import clear_leftovers, workplace
 
