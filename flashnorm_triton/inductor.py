@@ -11,7 +11,6 @@ been given a lowering for, the very one that it would make itself, is written no
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch._library.utils import get_layout_constraint_tag
@@ -26,7 +25,7 @@ OPERATIONS = (
     "grouped_attention",
 )
 _SPELLS_OUT = torch.torch_version.TorchVersion(torch.__version__) < (2, 13)
-_told: list[Any] = []
+_told: set[str] = set()
 
 
 def announce() -> None:
@@ -36,10 +35,13 @@ def announce() -> None:
     """
     lowering = sys.modules.get("torch._inductor.lowering") if _SPELLS_OUT else None
     # While it is being imported it has no names yet.
-    if lowering is None or lowering in _told or not hasattr(lowering, "make_fallback"):
+    if lowering is None or not hasattr(lowering, "make_fallback"):
         return
-    _told.append(lowering)
     for name in OPERATIONS:
+        # The module that registers an operation may not have been imported.
+        if name in _told or not hasattr(torch.ops.flashnorm, name):
+            continue
+        _told.add(name)
         operation = getattr(torch.ops.flashnorm, name).default
         if operation not in lowering.lowerings:
             tag = get_layout_constraint_tag(operation)
