@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import types
 import warnings
 
@@ -99,6 +100,15 @@ def test_one_command_gives_a_folder_a_table_and_pictures(gpu, monkeypatch):
     assert 55 < budgets[0] <= 60 < 85 < budgets[1] <= 90  # what op leaves goes to decode
 
 
+def test_when_the_time_is_up_what_is_left_is_told(gpu, monkeypatch):
+    op, decode = (
+        Made(monkeypatch, name, lambda m: time.sleep(0.03)) for name in ("norm_linear", "decode")
+    )
+    done = call("--what", "op,decode", "--budget", "0.1")
+    assert done.exit_code == 1 and "decode: not begun, for the time is up" in done.output
+    assert op.measured and not decode.argv
+
+
 def test_an_interrupted_run_keeps_its_cells_and_goes_on(gpu, monkeypatch):
     def stop(m):
         if m == 3:
@@ -190,25 +200,29 @@ def test_a_gpu_without_triton_is_told_so(gpu, monkeypatch):
 
 def test_the_arguments_of_every_bench_are_its_own():
     """Whatever the command passes on is parsed by the bench that gets it."""
-    from flashnorm_triton.bench import decode, generate, prefill  # noqa: F401
+    from flashnorm_triton.bench import ablation, decode, generate, paper, profile
 
     parsers = {
         "op": norm_linear.parse,
         "decode": lambda argv: decode.parse(argv, "decode"),
         "prefill": lambda argv: decode.parse(argv, "prefill"),
         "generate": generate.parse,
+        "ablation": ablation.parse,
+        "profile": profile.parse,
+        "paper": paper.parse,
     }
     for quick in (False, True):
         asked = stages.parse(
-            model=["demo", "llama-3.2-1b"], what="op,decode,prefill,generate", tokens="1,7",
+            model=["demo", "llama-3.2-1b"], what=",".join(stages.KINDS), tokens="1,7",
             dtype="fp16", quick=quick,
         )  # fmt: skip
         planned = stages.plan(asked)
-        names = ["op", "decode", "prefill", "generate", "generate"]
+        names = ["op", "decode", "prefill", "generate", "generate", "ablation", "profile", "paper"]
         assert [stage.name for stage in planned] == names
         for stage in planned:
             args = parsers[stage.name]([*stage.argv, "--out", "x", "--budget", "inf"])
-            assert args.resume and args.dtype in ("fp16", ["fp16"])
+            assert args.resume and getattr(args, "dtype", "fp16") in ("fp16", ["fp16"])
+            assert args.quick is quick if "quick" in args else True
             if stage.name == "op":
                 assert stage.file == "norm_linear_fp16.json"
                 shapes, tokens = args.cells["fp16"]
@@ -216,7 +230,9 @@ def test_the_arguments_of_every_bench_are_its_own():
                 cases = {shape.case: (shape.k, shape.n) for shape in shapes}
                 assert cases["llama-3.2-1b.2048x3072"] == (2048, 3072)
                 assert any(name.startswith("demo.") for name in cases)
-            elif stage.name != "generate":
+            elif stage.name in ("ablation", "profile"):
+                assert args.models == ["demo", "llama-3.2-1b"]
+            elif stage.name in ("decode", "prefill"):
                 assert args.models == ["demo", "llama-3.2-1b"] and args.levels == ["auto"]
                 assert [g[0].model for wave in decode.waves(args) for g in wave]
         assert planned[3].argv != planned[4].argv

@@ -58,18 +58,19 @@ def run(
 ) -> Outcome:
     """Run the stages one after the other; Ctrl-C ends the session, and what is measured stays.
 
-    ``budget_s`` is shared out by the stages' costs, what one leaves goes to those after it. A
-    stage that fails does not end the session.
+    ``budget_s`` is shared out by the stages' costs, what one leaves goes to those after it; once
+    it is spent none is begun. A stage that fails does not end the session.
     """
     outcome, ends = Outcome(), clock() + (budget_s or 0.0)
     with report.shown_on(display):
         for number, stage in enumerate(stages):
             display.stage(number + 1, len(stages), stage.name)
             share = stage.kind.cost / sum(each.kind.cost for each in stages[number:])
-            left = max(0.0, (ends - clock()) * share) if budget_s else float("inf")
+            left = (ends - clock()) * share if budget_s else float("inf")
             try:
                 with _undone():
-                    why = _run(stage, folder, left)
+                    late = left <= 0
+                    why = "not begun, for the time is up" if late else _run(stage, folder, left)
             except KeyboardInterrupt:
                 outcome.interrupted = True
                 return outcome
