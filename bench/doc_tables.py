@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.doc_pages import code, measured, overlap, plans, readme, staleness
+from bench.doc_pages import code, measured, overlap, plans, readme, staleness, tries
 from bench.doc_pages.sources import RESULTS, ROOT, Source, read
 from flashnorm_triton import atomic
 
@@ -46,6 +46,15 @@ PAGES: dict[str, dict[str, Part]] = {
             ),
             measured.ships,
         ),
+        "few_rows": (("attempts.json",), tries.few_rows),
+        "gemv_forms": (("gemv_forms.json",), tries.gemv_forms),
+        "gated_gemv": (("gemv_forms.json",), tries.gated_gemv),
+        "swap": (("attempts.json",), tries.swap),
+        "split_k": (("attempts.json",), tries.split_k),
+        "many_rows": (("attempts.json",), tries.many_rows),
+        "more": (("attempts.json",), tries.more),
+        "epilogues": (("epilogues.json",), tries.epilogues),
+        "experts": (("experts.json",), tries.experts),
     },
     "docs/overlap.md": {"overlap": (("overlap.json",), _of_records(overlap.overlap_tables))},
     "docs/robustness.md": {"soak": (("soak.json",), measured.soak)},
