@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.doc_pages import code, measured, overlap, plans, readme, staleness, tries
+from bench.doc_pages import cancel, code, measured, overlap, plans, readme, staleness, tries
 from bench.doc_pages.sources import RESULTS, ROOT, Source, read
 from flashnorm_triton import atomic
 
@@ -34,6 +34,7 @@ PAGES: dict[str, dict[str, Part]] = {
         "gains": (("norm_linear.json", "decode.json", "generate.json"), readme.gains),
     },
     "docs/api.md": {"api": ((), code.api)},
+    "docs/cancel.md": {"errors": (("../cpu/cancel.json",), cancel.errors)},
     "docs/commands.md": {"commands": ((), code.commands)},
     "docs/measured.md": {
         "ships": (
