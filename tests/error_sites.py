@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,11 @@ class Site:
     message: str
 
 
-def message(node: ast.expr) -> str:
-    """The text of an expression, … for what is not said in the code."""
+def message(node: ast.expr, constants: Mapping[str, str] | None = None) -> str:
+    """The text of an expression, … for what is not said in the code.
+
+    ``constants``: the module's texts by name, for ``NAME.format(...)``.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -35,8 +38,21 @@ def message(node: ast.expr) -> str:
             str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
         )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return message(node.left) + message(node.right)
+        return message(node.left, constants) + message(node.right, constants)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        name = ast.unparse(node.func.value)
+        if node.func.attr == "format" and constants and name in constants:
+            return re.sub(r"\{[^}]*\}", "…", constants[name])
     return "…"
+
+
+def _constants(tree: ast.Module) -> dict[str, str]:
+    """The texts that a module gives names to."""
+    return {
+        node.targets[0].id: message(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
 
 
 def plain(text: str) -> str:
@@ -69,12 +85,14 @@ def sites(package: Path = PACKAGE) -> Iterator[Site]:
     """All places of the package whose message the code says, at least in part."""
     for path in sorted(package.rglob("*.py")):
         module = path.relative_to(package).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = _constants(tree)
+        for node in ast.walk(tree):
             found = _said(node)
             if found is None and module in _REASONS and isinstance(node, ast.Return) and node.value:
                 found = ("reason", node.value)
             if found is not None:
-                text = plain(message(found[1]))
+                text = plain(message(found[1], constants))
                 if _says(text, found[0]):
                     yield Site(module, node.lineno, found[0], text)
 

@@ -46,6 +46,7 @@ RUN_ELSEWHERE = {
     "flashnorm fold": "tests/test_fold*.py run it; --push needs a hub",
     "flashnorm verify": "tests/test_fold*.py and tests/test_lag*.py run it; --device cuda: a GPU",
     "flashnorm plot": "tests/test_plots.py runs it",
+    "flashnorm bench": "needs a GPU; tests/test_bench_command.py: all around it",
     "flashnorm tune": "needs a GPU; tests/test_tune_command.py runs it on one that is played",
 }
 OTHERS = {
