@@ -56,6 +56,32 @@ def test_experts_that_are_stored_merged(tmp_path: Path, name: str) -> None:
     assert relative(logits64(tmp_path / "dst", ids), logits64(tmp_path / "src", ids)) < ROUNDED
 
 
+def halve(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[: len(tensor) // 2].contiguous()
+
+
+SPOILT = {
+    "one is missing": (lambda tensor: None, "made of 7 stored tensors"),
+    "turned": (lambda tensor: tensor.T.contiguous(), "has shape"),
+    "half of one": (halve, "which hold 53760 numbers, not 57344"),
+}
+
+
+@pytest.mark.parametrize("how", list(SPOILT))
+def test_experts_that_do_not_make_up_the_parameter_are_refused(tmp_path: Path, how: str) -> None:
+    """A shape that is wrong, or a tensor that is missing, also where several make one parameter."""
+    change, message = SPOILT[how]
+    build("mixtral").save_pretrained(tmp_path / "src")
+    file = tmp_path / "src" / "model.safetensors"
+    held = load_file(file)
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    spoilt = change(held.pop(name))
+    save_file({**held, **({} if spoilt is None else {name: spoilt})}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"experts.*{message}"):
+        fn.fold_checkpoint(tmp_path / "src", tmp_path / "dst", progress=False)
+    assert [one.name for one in tmp_path.iterdir()] == ["src"]
+
+
 CONVENTIONS = {"gemma": "1+w", "gemma2": "1+w", "gemma3_text": "1+w", "gemma4_text": "w"}
 
 

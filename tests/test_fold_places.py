@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_fold_guard import INDEX, refused, state
 
 import flashnorm_triton as fn
-from flashnorm_triton.checkpoints import stream
+from flashnorm_triton.checkpoints import folding, stream, workplace
 from flashnorm_triton.checkpoints.workplace import MARKER
 
 fcntl = pytest.importorskip("fcntl")
@@ -82,6 +84,51 @@ def test_a_fold_holds_its_folder_while_it_writes(
     monkeypatch.setattr(stream.Rewriter, "finish", meeting)
     fn.fold_checkpoint(source, tmp_path / "dst", progress=False)
     assert met and record(tmp_path / "dst")["folds"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_while_the_folder_takes_its_place(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """It is undone, and a second signal does not disturb what is cleared away then."""
+    before, handlers = state(source), [signal.getsignal(n) for n in (number, signal.SIGINT)]
+    replace, rmtree, came = os.replace, shutil.rmtree, []
+
+    def signalled(*arguments: Any) -> None:
+        os.kill(os.getpid(), number)
+        came.append("replace")
+        replace(*arguments)
+
+    def again(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        came.append("clear")
+        rmtree(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workplace.os, "replace", signalled)
+        patch.setattr(workplace.shutil, "rmtree", again)
+        wanted = KeyboardInterrupt if number == signal.SIGINT else SystemExit
+        with pytest.raises(wanted) as raised:
+            fn.fold_checkpoint(source, tmp_path / "deep" / "dst", progress=False)
+    assert came == ["replace", "replace", "clear"]
+    assert number == signal.SIGINT or raised.value.code == 128 + number
+    assert [one.name for one in tmp_path.iterdir()] == ["src"] and state(source) == before
+    assert [signal.getsignal(n) for n in (number, signal.SIGINT)] == handlers
+
+
+def test_folders_above_the_destination_go_when_the_fold_fails(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise OSError("no space left on device")
+
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(folding, "make_card", broken)
+    with pytest.raises(OSError, match="no space left"):
+        fn.fold_checkpoint(source, tmp_path / "there" / "a" / "b" / "dst", progress=False)
+    assert [one for one in tmp_path.rglob("*") if not one.is_relative_to(source)] == [
+        tmp_path / "there"
+    ]
 
 
 def test_a_mount_point_is_refused(

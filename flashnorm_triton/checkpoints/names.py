@@ -7,12 +7,18 @@ followed backwards: from a parameter's input axis to that axis of each stored te
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+_SIZE_KEEPING = (
+    *("Transpose", "MergeModulelist", "SplitModulelist"),
+    *("Concatenate", "Chunk", "Split", "Interleave"),
+)
 
 
 class NotFollowed(Exception):
@@ -133,6 +139,37 @@ class StoredNames:
             wanted = tuple(self._state[name].shape)
             if self._shapes[stored] != wanted:
                 yield stored, self._shapes[stored], wanted
+
+    def misfits(self) -> Iterator[str]:
+        """What is wrong, in words, with stored tensors that make up a parameter (or several)
+        together: an axis of another length than the parameter's, or too few or too many numbers."""
+        for group in self._groups.values():
+            if any(type(one).__name__ not in _SIZE_KEEPING for one in group.converter.operations):
+                continue
+            targets = [target for target in group.targets if target in self._state]
+            yield from self._wrong_axes(group, targets)
+            wanted = sum(self._state[target].numel() for target in targets)
+            found = sum(math.prod(self._shapes[tensor]) for tensor in group.tensors)
+            if found != wanted:
+                yield (
+                    f"{targets[0]} is made of {len(group.tensors)} stored tensors (first "
+                    f"{group.tensors[0]}), which hold {found} numbers, not {wanted}"
+                )
+
+    def _wrong_axes(self, group: _Group, targets: Iterable[str]) -> Iterator[str]:
+        for target in targets:
+            shape = tuple(self._state[target].shape)
+            for axis, length in enumerate(shape):
+                rank, place = len(shape), axis
+                try:
+                    for operation in reversed(group.converter.operations):
+                        rank, place = _before(operation, rank, place, target)
+                except NotFollowed:
+                    continue  # an axis along which they are put together
+                for tensor in group.tensors:
+                    found = self._shapes[tensor]
+                    if len(found) != rank or found[place] != length:
+                        yield f"{tensor} has shape {list(found)}: {target} wants {list(shape)}"
 
 
 def _before(operation: Any, rank: int, axis: int, parameter: str) -> tuple[int, int]:

@@ -271,6 +271,11 @@ def _check(model: nn.Module, names: StoredNames) -> None:
             f"{name} has shape {list(found)}, but the model of config.json wants {list(wanted)} "
             f"({len(wrong)} tensors are wrong): weights and config are not of one model"
         )
+    misfit = next(names.misfits(), None)
+    if misfit is not None:
+        raise ValueError(
+            f"{misfit}: a tensor is missing, or weights and config are not of one model"
+        )
     missing = names.missing(model)
     if missing:
         raise ValueError(
