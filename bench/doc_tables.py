@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.doc_pages import cancel, code, measured, overlap, plans, readme, staleness, tries
+from bench.doc_pages import cancel, code, measured, models, overlap, plans, readme, staleness, tries
 from bench.doc_pages.sources import RESULTS, ROOT, Source, read
 from flashnorm_triton import atomic
 
@@ -47,6 +47,11 @@ PAGES: dict[str, dict[str, Part]] = {
             ),
             measured.ships,
         ),
+        "decode": (("decode.json",), models.steps),
+        "prefill": (("prefill.json",), models.steps),
+        "ablation": (("ablation.json",), models.ablation),
+        "profile": (("profile.json",), models.profile),
+        "paper": (("paper.json",), models.paper),
         "few_rows": (("attempts.json",), tries.few_rows),
         "gemv_forms": (("gemv_forms.json",), tries.gemv_forms),
         "gated_gemv": (("gemv_forms.json",), tries.gated_gemv),

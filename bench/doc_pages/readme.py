@@ -14,6 +14,7 @@ BANDS = (
     ("128 to 512 rows", 128, 512), ("1024 to 8192 rows", 1024, 8192),
 )  # fmt: skip
 WIN, TIE = 1.05, 0.95
+MODEL = "llama-3.2-1b"
 _BASELINES = (
     ("stock", "stock modules"), ("rms_norm+linear", "`F.rms_norm`"),
     ("triton_norm+linear", "a one-launch Triton norm"), ("liger_norm+linear", "Liger's RMSNorm"),
@@ -43,7 +44,7 @@ def _operation(source: Source) -> list[Sequence[str]]:
 
 
 def _decode(source: Source) -> list[Sequence[str]]:
-    runs = {(r["mode"], r["variant"]): r for r in source.records}
+    runs = {(r["mode"], r["variant"]): r for r in source.records if _is_shown(r)}
     graph, compiled = "graph", "reduce-overhead"
     rows: list[Sequence[str]] = []
     for name, mode, variant, against in (
@@ -53,24 +54,30 @@ def _decode(source: Source) -> list[Sequence[str]]:
         ("decode step, norms, graph", graph, "norm", compiled),
         ("decode step, blocks, compiled", compiled, "block", compiled),
     ):
-        ours, stock = runs[mode, variant], runs[against, "stock"]
-        rows.append((name, f"stock, {_MODES[against]}", *_stepped(ours, stock, against)))
+        ours, stock = runs.get((mode, variant)), runs.get((against, "stock"))
+        if ours is not None and stock is not None:
+            rows.append((name, f"stock, {_MODES[against]}", *_stepped(ours, stock, against)))
     return rows
+
+
+def _is_shown(record: Mapping[str, Any]) -> bool:
+    """Of many models and batches the front page has one."""
+    return (record["model"], record.get("batch", 1)) == (MODEL, 1)
 
 
 _MODES = {"graph": "in a CUDA graph", "reduce-overhead": "compiled"}
 
 
 def _stepped(ours: Mapping[str, Any], stock: Mapping[str, Any], against: str) -> tuple[str, str]:
-    if ours.get("error"):
-        return ours["error"], "**loses**"
+    if ours.get("error") or stock.get("error"):
+        return ours.get("error") or stock["error"], "**loses**" if ours.get("error") else ""
     speedup = ours["speedups"][against]
     launches = f"{stock['launches']} → {ours['launches']} kernels"
     return f"{speedup:.2f} ({stock['ms']:.2f} → {ours['ms']:.2f} ms, {launches})", verdict(speedup)
 
 
 def _generate(source: Source) -> list[Sequence[str]]:
-    runs = {(r["mode"], r["variant"]): r for r in source.measured}
+    runs = {(r["mode"], r["variant"]): r for r in source.measured if _is_shown(r)}
     old = ", older" if source.older else ""
     rows = []
     for mode in ("eager", "compiled"):
@@ -89,7 +96,9 @@ def _legend(operation: Source, decode: Source, generate: Source) -> str:
     compiled = sum("compiled" in cell["baselines_us"] for cell in cells)
     unfused = sum(cell["plan"]["strategy"] == "unfused" for cell in cells)
     shapes = len({(cell["k"], cell["n"]) for cell in cells})
-    step = decode.measured[0]
+    step = next(r for r in decode.records if _is_shown(r))
+    more = len({(r["model"], r["batch"]) for r in decode.measured}) > 1
+    rest = "Other models and batches: [measured](docs/measured.md#whole-models)." if more else ""
     return (
         f"Medians of runs timed in turn, losses included: from {WIN:.2f} on it wins, below "
         f"{TIE:.2f} it loses. The operation: geometric mean of {shapes} layers (in brackets the "
@@ -99,6 +108,6 @@ def _legend(operation: Source, decode: Source, generate: Source) -> str:
         f"hard to beat: {unfused} of the cells run unfused, which was fastest "
         f"({operation.cite(README)}). Steps: Llama-3.2-1B's shape, batch {step['batch']}, static "
         f"cache of {step['tokens']} places ({decode.cite(README)}); `generate`: a dynamic cache "
-        f"where eager ({generate.cite(README)}). Other models, batches and GPUs are not measured "
-        "yet."
+        f"where eager ({generate.cite(README)}). "
+        + (rest or "Other models, batches and GPUs are not measured yet.")
     )
