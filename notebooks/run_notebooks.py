@@ -3,9 +3,9 @@
     ./run notebooks                  # all of them, written back with their outputs
     ./run notebooks 1 4 --out DIR    # the first and the fourth, written into DIR
 
-One kernel process serves them all, emptied between two notebooks, so that the libraries are imported
-once. What is written has no times, versions, counters or random ids in it beyond what the cells print:
-a second run on the same machine writes the same bytes. Needs the extra ``notebooks``.
+One kernel process serves them all, emptied between two notebooks, so that the libraries are
+imported once. What is written has no times, counters or random ids in it beyond what the cells
+print: a second run on the same machine writes the same bytes. Needs the extra ``notebooks``.
 """
 
 from __future__ import annotations
