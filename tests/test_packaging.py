@@ -177,7 +177,8 @@ def test_metadata(wheel: Path) -> None:
 def requirements() -> list[str]:
     """Names of the package's and its tests' direct dependencies, from pyproject.toml."""
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:dependencies|test|dev) = \[(.*?)\]$", text, flags=re.M | re.S)
+    listed = r"^(?:dependencies|test|notebooks|dev) = \[(.*?)\]$"
+    lists = re.findall(listed, text, flags=re.M | re.S)
     names = re.findall(r'"([A-Za-z0-9_-]+)', "".join(lists))
     return [name for name in names if name != "flashnorm-triton"]
 
