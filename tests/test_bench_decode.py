@@ -149,6 +149,45 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert stopped.value.code == 2 and capsys.readouterr().err
 
 
+class _Process:
+    """One that compiles for ever, until it is killed."""
+
+    def __init__(self) -> None:
+        self.alive, self.waited = True, 0.0
+
+    def join(self, timeout: float | None = None) -> None:
+        self.waited += timeout or 0.0
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def send(self, message: Any) -> None:
+        raise OSError("it does not listen")
+
+
+@pytest.mark.parametrize("when", ["while they get ready", "while they are timed"])
+def test_an_interrupt_ends_every_process(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[_Process] = []
+
+    def start(self: Any, sharing: Any, lock: Any) -> None:
+        made.append(_Process())
+        self._processes.append((made[-1], made[-1]))
+
+    def gather(self: Any, ended: float) -> None:
+        if when == "while they get ready":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(contenders.Group, "_start", start)
+    monkeypatch.setattr(contenders.Group, "_gather", gather)
+    with pytest.raises(KeyboardInterrupt), contenders.Group([TINY], "cpu"):
+        raise KeyboardInterrupt
+    assert made and not any(each.alive for each in made)
+    assert all(each.waited < 1 for each in made)
+
+
 def test_a_group_of_processes() -> None:
     """Two share a process and are timed; reasons of one that fails and of one that is late are
     kept."""

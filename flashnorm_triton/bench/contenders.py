@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import statistics
 import time
 import traceback
@@ -251,6 +252,7 @@ def _serve(pipe: Any, contenders: Sequence[Contender], device: str, undisturbed:
     """The process of contenders that share a model: tells of each that it is ready, or why not,
     then gives one answer a question until it is told to stop."""
     ready: dict[Contender, Any] = {}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the asking process's
     with torch.no_grad(), _planned(contenders[0].plans):
         loaded = None
         for what in contenders:
@@ -297,6 +299,17 @@ class Group:
         self._processes: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> Group:
+        try:
+            self._begin()
+        except BaseException:  # Ctrl-C, too: nothing may go on compiling
+            self._end(0.0)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *more: object) -> None:
+        self._end(10.0 if kind is None or issubclass(kind, Exception) else 0.0)
+
+    def _begin(self) -> None:
         # Every process would start a compiler for each core.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         lock = None if self.cached else multiprocessing.get_context("spawn").Lock()
@@ -307,13 +320,13 @@ class Group:
             self._start(sharing, lock if sharing[0].mode == "max-autotune" else None)
         self.log(f"{len(self.contenders)} contenders start in {len(hosts)} processes")
         self._gather(time.monotonic() + self.patience)
-        return self
 
-    def __exit__(self, *exception: object) -> None:
+    def _end(self, seconds: float) -> None:
+        """Tell the processes to end, and end them after so long."""
         for _, pipe in self._processes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        ended = time.monotonic() + 10
+        ended = time.monotonic() + seconds
         for process, _ in self._processes:
             process.join(max(0.1, ended - time.monotonic()))
             if process.is_alive():
