@@ -99,9 +99,15 @@ def test_the_installed_command_works_from_elsewhere(installed: Path, tmp_path: P
 def test_the_installed_package_draws_its_results_and_patches_its_model(
     installed: Path, tmp_path: Path
 ) -> None:
-    """plot, then the main job on the shipped model; one process, for libraries load slowly."""
+    """Every bench imported, plot, then the main job on the shipped model; one process, for
+    libraries load slowly; and without Triton, as where it cannot be installed."""
     program = """
+        import importlib, pkgutil, sys
+        sys.modules["triton"] = None
         import flashnorm_triton
+        import flashnorm_triton.bench as benches
+        for found in pkgutil.iter_modules(benches.__path__):
+            importlib.import_module(f"flashnorm_triton.bench.{found.name}")
         from flashnorm_triton import cli, results
         print(flashnorm_triton.__file__, results.shipped_folder(), len(results.shipped_results()))
         cli.app(["plot", "--out", "pictures"], standalone_mode=False)
