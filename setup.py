@@ -1,14 +1,25 @@
-"""What pyproject.toml cannot say: the package carries the measured results of bench/results.
+"""What pyproject.toml cannot say: the measured results in the package, README without its links.
 
-``flashnorm plot`` draws them, also where there is no clone (results.py finds them).
+``flashnorm plot`` draws the results, also where there is no clone (results.py finds them). Relative
+links and pictures lead nowhere on a package's page.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-RESULTS = Path(__file__).parent / "bench" / "results"
+ROOT = Path(__file__).parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def long_description() -> str:
+    """README for where there is no clone beside it: relative links as the paths they lead to."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.S)
+    text = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.M)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:)([^)]*)\)", r"\1 (`\2`)", text)
 
 
 class BuildWithResults(build_py):
@@ -23,4 +34,9 @@ class BuildWithResults(build_py):
             self.copy_file(str(path), str(copy))
 
 
-setup(cmdclass={"build_py": BuildWithResults})
+if __name__ == "__main__":
+    setup(
+        cmdclass={"build_py": BuildWithResults},
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -60,6 +61,16 @@ def test_a_broken_link_is_seen() -> None:
     expected = ["nowhere.md", "figures/none.png", "no.svg", "README.md#no-such-head"]
     assert broken(page, text) == [*expected, "../../outside.md"]
     assert anchors(text) == {"a-head-here"}
+
+
+def test_the_packages_page_has_no_relative_links() -> None:
+    spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = script.long_description()
+    assert links(text) and all(link.startswith("https://") for link in links(text))
+    assert "Patching (`docs/patching.md`)" in text and "<!--" not in text and "![" not in text
 
 
 @pytest.mark.parametrize("folder", ["docs", "bench/results/nvidia_h200"])

@@ -175,6 +175,9 @@ def test_metadata(wheel: Path) -> None:
     assert f"\nVersion: {flashnorm_triton.__version__}\n" in text
     assert "\nLicense-Expression: Apache-2.0\n" in text
     assert "\nRequires-Python: >=3.10\n" in text
+    _, _, readme = text.partition("\n\n")
+    assert readme.startswith("# flashnorm_triton") and "Content-Type: text/markdown" in text
+    assert not re.search(r"\]\((?!https?:)", readme)  # relative links lead nowhere on its page
     (entry,) = [n for n in archive.namelist() if n.endswith("entry_points.txt")]
     assert "flashnorm = flashnorm_triton.cli:app" in archive.read(entry).decode()
     assert any(n.endswith("licenses/LICENSE") for n in archive.namelist())
