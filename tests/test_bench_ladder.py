@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import os
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime import driver as triton_driver
 
 from flashnorm_triton import plans, results, tables
-from flashnorm_triton.bench import ablation, accuracy, decoders, ladder_cases, rungs
+from flashnorm_triton.bench import ablation, accuracy, building, decoders, ladder_cases, rungs
 from flashnorm_triton.bench.contenders import Contender, Loaded, steps_of
 from flashnorm_triton.limits import unfit
 from flashnorm_triton.models.norm_only import NormOnly
 from flashnorm_triton.plans import Problem
+from flashnorm_triton.tuning.build import Built
 from tests import fake_gpu
 
 K, PARTS = 288, (48, 16)
@@ -45,7 +49,7 @@ def _args(*words: str) -> Any:
 
 @torch.no_grad()
 def test_operations_keep_the_contract(small: ladder_cases.Weights) -> None:
-    fields, best = ladder_cases.measure_cell(small, ROWS, _args("--seconds", "1"))
+    fields, best = ladder_cases.measure_cell(small, ROWS, _args("--seconds", "1"), {})
     assert list(fields) == list(rungs.RUNGS[:-1]) and best == {}
     for rung, record in fields.items():
         assert record.get("error") is None, rung
@@ -55,16 +59,66 @@ def test_operations_keep_the_contract(small: ladder_cases.Weights) -> None:
 
 @pytest.mark.parametrize("rung", ["fold_only", "weightless", "fused"])
 @torch.no_grad()
-def test_a_wrong_rung_gets_an_error_and_no_time(rung: str) -> None:
+def test_a_wrong_rung_gets_an_error_and_no_time(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rungs, "RUNGS", ("stock", rung, "block"))
     made = ladder_cases.Weights(CASE, "cpu")
     operation = made.operations[0]
     if rung == "fused":
         operation.packed = operation.packed * 1.02
     else:  # a gain that was applied twice
         operation.folded = tuple(w * made.gains[0] for w in operation.folded)
-    fields, _ = ladder_cases.measure_cell(made, ROWS, _args("--seconds", "1"))
+    fields, _ = ladder_cases.measure_cell(made, ROWS, _args("--seconds", "1"), {})
     assert "breaks the numerics contract" in fields[rung]["error"] and "us" not in fields[rung]
     assert "us" in fields["stock"]
+
+
+@torch.no_grad()
+def test_a_plan_that_was_refused_is_not_launched(
+    small: ladder_cases.Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plans.Plan("single_pass", "gemv", 1, 2, 256)
+    monkeypatch.setattr(small, "tried", lambda m: ({"fused": (plan,), "packed": (None,)}, None))
+    refused = {building.key(plan, CASE.problem(ROWS)): "the lint refuses it: too few buffers"}
+    fields, best = ladder_cases.measure_cell(small, ROWS, _args("--seconds", "1"), refused)
+    assert fields["fused"]["error"] == "ValueError: the lint refuses it: too few buffers"
+    assert "us" in fields["packed"] and "fused" not in best
+
+
+def test_plans_are_compiled_and_linted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad, slow = (plans.Plan("single_pass", "gemv", 1, n, 256) for n in (1, 2, 4))
+    answers = {good: Built(), bad: Built(findings=("kernel: one buffer",)), slow: None}
+    closed = []
+
+    class Pool:
+        def __init__(self, jobs: int) -> None:
+            pass
+
+        def submit(self, job: Any) -> Future:
+            future: Future = Future()
+            if answers[job.plan] is not None:
+                future.set_result(answers[job.plan])
+            return future
+
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(building, "Pool", Pool)
+    monkeypatch.setattr(building, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(building.runtime, "device_facts", lambda index: fake_gpu.HOPPER)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(triton_driver, "_active", _Driver())
+    problem = Problem("bfloat16", 1, 3072, 2048)
+    wanted = [(plan, problem) for plan in (good, bad, slow, plans.UNFUSED)]
+    refused = building.compile_plans(wanted, lambda text: None)
+    told = {plan: why for (plan, _), why in refused.items()}
+    assert set(told) == {bad, slow} and closed
+    assert told[bad] == "the lint refuses it: kernel: one buffer"
+    assert "not compiled" in told[slow]
+
+
+class _Driver:
+    def get_current_target(self) -> Any:
+        return SimpleNamespace(backend="cuda", arch=90, warp_size=32)
 
 
 @pytest.mark.parametrize("rung", rungs.STRATEGY)
@@ -155,7 +209,12 @@ def test_a_model_is_run_with_the_plans_of_its_rung(
     rungs.install(model, rung)
     before = dict(os.environ)
     device, name = fake_gpu.AMPERE, "a GPU that is none"
-    forced = tuple((p, rungs.plans_of(rung, p, device, name)[0]) for p in problems)
+    # Wide blocks: fewer of them for the interpreter.
+    listed = [rungs.plans_of(rung, p, device, name) for p in problems]
+    forced = tuple(
+        (p, max(some, key=lambda plan: plan.block_n))
+        for p, some in zip(problems, listed, strict=True)
+    )
     with fake_gpu.gpu() as patch, rungs.only(forced, device, name):
         for problem, plan in forced:
             found = tables.choice(problem, device, name)
@@ -242,14 +301,14 @@ def test_a_run(
 ) -> None:
     monkeypatch.setattr(ablation, "Group", Together)
     monkeypatch.setattr(Together, "spoiled", ("block",))
-    monkeypatch.setattr(rungs, "RUNGS", ("stock", "fold_only", "fused", "block"))
+    monkeypatch.setattr(rungs, "RUNGS", ("stock", "fold_only", "block"))
     path = tmp_path / "ablation.json"
     words = ["--device", "cpu", "--models", "tiny", "--context", "16", "--rounds", "3"]
     words += ["--tokens", str(ROWS), "--new", "4", "--seconds", "1", "--out", str(path)]
     assert ablation.main(words) == 1
     records = results.load(path).records
     levels = [r["level"] for r in records]
-    assert levels == ["op"] * 8 + ["decode"] * 4 + ["generate"] * 4
+    assert levels == ["op"] * 6 + ["decode"] * 3 + ["generate"] * 3
     for record in records:
         if record["rung"] == "block":
             wanted = ablation.WHOLE if record["level"] == "op" else "from the stock model's"

@@ -28,6 +28,7 @@ import torch
 
 from flashnorm_triton import plans, runtime
 from flashnorm_triton.bench import (
+    building,
     decode,
     decoders,
     ladder_cases,
@@ -55,6 +56,7 @@ class Run:
     log: report.Log
     kept: resuming.Kept
     best: dict[tuple[str, Problem], Plan] = field(default_factory=dict)
+    refused: building.Refused = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtype = ladder_options.dtype_of(self.args)
@@ -68,6 +70,25 @@ class Run:
     def cases(self, model: str) -> list[ladder_cases.Case]:
         """The operations of a model."""
         return ladder_cases.cases(model, self.dtype)
+
+    def plans_of(self, rung: str, problem: Problem) -> tuple[Plan, ...]:
+        """The plans of a rung that may be launched on this GPU, the likeliest first."""
+        device = runtime.device_facts(torch.cuda.current_device())
+        listed = rungs.plans_of(rung, problem, device, self.kept.head["gpu"])
+        return tuple(p for p in listed if building.key(p, problem) not in self.refused)
+
+    def compile(self, models: Sequence[str]) -> None:
+        """Compile what the rungs will run, in parallel; what may not be launched is left out."""
+        rows = {*self.args.tokens, *rows_of(self.args)}
+        wanted = [
+            (plan, problem)
+            for model in models
+            for case in self.cases(model)
+            for problem in map(case.problem, sorted(rows))
+            for rung in rungs.STRATEGY
+            for plan in self.plans_of(rung, problem)
+        ]
+        self.refused |= building.compile_plans(wanted, self.log)
 
     @property
     def spent(self) -> bool:
@@ -90,7 +111,7 @@ def op_level(run: Run, model: str) -> bool:
             found |= {"model": decoders.label(model), "n": case.n, "k": case.k}
             try:
                 made = made or ladder_cases.Weights(case, args.device)
-                cell, best = ladder_cases.measure_cell(made, m, args)
+                cell, best = ladder_cases.measure_cell(made, m, args, run.refused)
             except Exception as error:
                 cell = {rung: {"error": ladder_options.told(error)} for rung in rungs.RUNGS}
                 best = {}
@@ -109,19 +130,23 @@ def forced_plans(run: Run, model: str, rung: str) -> rungs.Forced:
     args = run.args
     if rung not in rungs.STRATEGY or args.device != "cuda":
         return ()
-    device = runtime.device_facts(torch.cuda.current_device())
     chosen = []
-    # A prompt's forward, before the steps, runs on the rung as well.
-    rows = (args.batch, 1, PROMPT, args.batch * (args.context - args.context // 8))
     for case in run.cases(model):
-        for m in dict.fromkeys(map(plans.bucket, rows)):
-            problem = case.problem(m)
-            plan = run.best.get((rung, problem))
-            listed = rungs.plans_of(rung, problem, device, run.kept.head["gpu"])
-            if plan is None and not listed:
-                raise ValueError(f"no kernel of {rung} serves {problem.k}→{problem.n}, M = {m}")
-            chosen.append((problem, plan or listed[0]))
+        for problem in map(case.problem, rows_of(args)):
+            plan = run.best.get((rung, problem)) or next(iter(run.plans_of(rung, problem)), None)
+            if plan is None:
+                raise ValueError(
+                    f"no kernel of {rung} serves {problem.k}→{problem.n}, M = {problem.m}"
+                )
+            chosen.append((problem, plan))
     return tuple(chosen)
+
+
+def rows_of(args: argparse.Namespace) -> list[int]:
+    """The row counts, as the tables have them, that whole models meet: a step's, and those of the
+    prompts before it, which run on the rung as well."""
+    prompt = args.batch * (args.context - args.context // 8)
+    return sorted({plans.bucket(m) for m in (args.batch, 1, PROMPT, prompt)})
 
 
 def model_levels(run: Run, model: str, levels: Sequence[str]) -> bool:
@@ -239,6 +264,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in shaping}
     kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
     state = Run(args, log, kept)
+    if args.device == "cuda":
+        state.compile(args.models)
     complete = True
     whole = [level for level in args.levels if level != "op"]
     for model in args.models:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashnorm_triton import runtime, tables
-from flashnorm_triton.bench import accuracy, decoders, overlap, rungs
+from flashnorm_triton.bench import accuracy, building, decoders, overlap, rungs
 from flashnorm_triton.bench.contenders import Contender
 from flashnorm_triton.models import auditor
 from flashnorm_triton.plans import Plan, Problem
@@ -140,10 +140,10 @@ def ways(made: Weights, m: int, tried: Mapping[str, Sequence[Plan | None]]) -> d
 
 
 def measure_cell(
-    made: Weights, m: int, args: argparse.Namespace
+    made: Weights, m: int, args: argparse.Namespace, refused: Mapping[Any, str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Plan]]:
     """By rung the fields of its record (``error`` where it failed), and the best plan of each that
-    is one strategy."""
+    is one strategy. ``refused``: plans that may not be launched, and why (building.py)."""
     tried, chosen = made.tried(m)
     copies = min(made.copies(m), len(made.operations))
     x = [torch.randn(m, made.case.k, device=made.device).to(made.dtype) for _ in range(copies)]
@@ -152,8 +152,12 @@ def measure_cell(
     failed: dict[Way, str] = {}
     verdicts: dict[Way, accuracy.Verdict] = {}
     replays: dict[Way, measure.Replay] = {}
+    problem = made.case.problem(m)
     for way, call in calls.items():
         try:
+            why = way.plan and refused.get(building.key(way.plan, problem))
+            if why:
+                raise ValueError(why)
             verdicts[way] = _verdict(made, m, call, calls[Way("stock")])
             if told := broken(verdicts[way], made.case.k):
                 raise ValueError(told)

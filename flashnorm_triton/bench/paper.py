@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 
-from flashnorm_triton import runtime
-from flashnorm_triton.bench import ladder_options, norm_linear, report, resuming, running
+from flashnorm_triton import runtime, tables
+from flashnorm_triton.bench import building, ladder_options, norm_linear, report, resuming, running
 from flashnorm_triton.bench.cases import Case
 from flashnorm_triton.bench.shapes import Shape
+from flashnorm_triton.plans import Device, Plan, Problem
 from flashnorm_triton.tuning import measure
 
 DATA = Path(__file__).with_name("paper_cells.json")
@@ -111,7 +112,7 @@ def absences(measured: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sweep(
-    tables: Sequence[Mapping[str, Any]],
+    chosen: Sequence[Mapping[str, Any]],
     dtype: str,
     cell: Callable[[Cell], Mapping[str, Any]],
     *,
@@ -123,7 +124,7 @@ def sweep(
     """Measure each distinct cell once, and save its records, one for each table that has it;
     whether nothing ended it before. ``has``: whether a record is there already."""
     rows: dict[Cell, list[dict[str, Any]]] = {}
-    for table in tables:
+    for table in chosen:
         for row in table["rows"]:
             key = row["k"], row["n"], row["m"]
             rows.setdefault(key, []).append(identity(table, row, dtype))
@@ -181,6 +182,15 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:+.1%}"
 
 
+def ours(
+    chosen: Sequence[Mapping[str, Any]], dtype: str, device: Device, gpu: str
+) -> list[tuple[Plan, Problem]]:
+    """The plan that the package runs at every cell."""
+    cells = {(row["k"], row["n"], row["m"]) for table in chosen for row in table["rows"]}
+    problems = [Problem(dtype, m, n, k) for k, n, m in sorted(cells)]
+    return [(tables.lookup(problem, device, gpu), problem) for problem in problems]
+
+
 def run(args: argparse.Namespace) -> int:
     log = report.Log()
     torch.manual_seed(args.seed)
@@ -210,8 +220,10 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
 
     dtype = running.DTYPES[args.dtype]
+    chosen = tables_of(args.tables)
+    building.compile_plans(ours(chosen, dtype, facts, head["gpu"]), log)
     complete = sweep(
-        tables_of(args.tables),
+        chosen,
         dtype,
         cell,
         save=kept.save,
