@@ -304,16 +304,15 @@ def test_a_run(
     monkeypatch.setattr(rungs, "RUNGS", ("stock", "fold_only", "block"))
     path = tmp_path / "ablation.json"
     words = ["--device", "cpu", "--models", "tiny", "--context", "16", "--rounds", "3"]
-    words += ["--tokens", str(ROWS), "--new", "4", "--seconds", "1", "--out", str(path)]
+    words += ["--levels", "decode", "generate", "--new", "4", "--out", str(path)]
     assert ablation.main(words) == 1
     records = results.load(path).records
     levels = [r["level"] for r in records]
-    assert levels == ["op"] * 6 + ["decode"] * 3 + ["generate"] * 3
+    assert levels == ["decode"] * 3 + ["generate"] * 3
     for record in records:
         if record["rung"] == "block":
-            wanted = ablation.WHOLE if record["level"] == "op" else "from the stock model's"
-            assert wanted in record["error"] and "ms" not in record and "us" not in record
-        elif record["level"] != "op":
+            assert "from the stock model's" in record["error"] and "ms" not in record
+        else:
             assert record["speedup"] == (1.0 if record["rung"] == "stock" else 2.0)
             assert record["tokens_per_s"] == 1e3 / record["ms"]
     out = capsys.readouterr().out
@@ -331,6 +330,7 @@ def test_the_budget_and_arguments(
     assert ablation.main(words) == 1
     kept = results.load(path).records
     assert {r["m"] for r in kept} == {ROWS} and len(kept) == len(rungs.RUNGS)
+    assert [r["error"] for r in kept if r.get("error")] == [ablation.WHOLE]
     assert "stopped at the budget of 9 s" in capsys.readouterr().out
     for wrong, message in ((["--tokens", "0"], "--tokens 0"), (["--new", "2"], "at least 4 tokens"),
                            (["--rounds", "0"], "--rounds 0")):  # fmt: skip

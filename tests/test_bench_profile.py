@@ -175,12 +175,16 @@ def test_a_library_that_leaves_the_weights_is_none(monkeypatch: pytest.MonkeyPat
         quantizing.quantize(decoders.make("tiny", "cpu"), "int4")
 
 
+groups: list[list[Contender]] = []
+
+
 class Together:
     """``contenders.Group`` in this process; the contenders of ``failing`` are not ready."""
 
     failing: tuple[str, ...] = ()
 
     def __init__(self, group: list[Contender], *_: Any, **__: Any) -> None:
+        groups.append(list(group))
         self.errors = {what: "Unavailable: no library" for what in group if self._fails(what)}
         self.steps = {what: _steps(what.level) for what in group if what not in self.errors}
 
@@ -221,6 +225,11 @@ def test_a_run(
     assert told["stock", "none"]["norm_share"] > 0
     assert told["block", "int8"]["error"] == profile.NO_BLOCKS
     assert told["norm", "int8"]["error"] == "Unavailable: no library"
+    # All that memory holds is there at the same time.
+    assert len(groups[-1]) == 5
+    measured = len(groups)
+    assert _main(path, "--quantization", "none", "--resume") == 0
+    assert len(groups) == measured and len(results.load(path).records) == 3
     assert "Unavailable: no library" in capsys.readouterr().out
 
 
@@ -231,6 +240,7 @@ def test_the_budget_and_what_is_no_gpu(
     spent = iter([False, True])
     monkeypatch.setattr(profile.ladder_options, "spent", lambda args, seconds: next(spent))
     path = tmp_path / "profile.json"
+    monkeypatch.setattr(profile.ladder_cases, "waves", lambda some, device: [[w] for w in some])
     words = ["--quantization", "none", "int8", "--variants", "stock", "--budget", "5"]
     assert _main(path, *words) == 1
     assert [r["quantization"] for r in results.load(path).records] == ["none"]

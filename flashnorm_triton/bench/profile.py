@@ -29,7 +29,6 @@ import torch
 
 from flashnorm_triton.bench import (
     decode,
-    decoders,
     ladder_cases,
     ladder_options,
     quantizing,
@@ -71,12 +70,39 @@ def identity(what: Contender) -> dict[str, Any]:
     return {**decode.identity(what), "quantization": what.quantization}
 
 
-def without_blocks(args: argparse.Namespace, model: str, quantization: str) -> list[dict[str, Any]]:
+def without_blocks(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of blocks of quantized weights, which there are none of."""
-    if quantization == "none" or "block" not in args.variants:
-        return []
-    like = [what for what in contenders_of(args, model, "none") if what.level == "block"]
-    return [{**identity(w), "quantization": quantization, "error": NO_BLOCKS} for w in like]
+    return [
+        {**identity(what), "quantization": kind, "error": NO_BLOCKS}
+        for model in args.models
+        for kind in args.quantization
+        for what in contenders_of(args, model, "none")
+        if what.level == "block" and kind != "none"
+    ]
+
+
+def batches(
+    args: argparse.Namespace, model: str, kept: resuming.Kept
+) -> list[list[list[Contender]]]:
+    """What is there at the same time: all that memory holds; and in it, what is compared: the
+    variants of one quantization, with stock. Without what the file has already."""
+    groups = [contenders_of(args, model, kind) for kind in args.quantization]
+    groups = [some for some in groups if not all(kept.has(**identity(what)) for what in some)]
+    everyone = [what for group in groups for what in group]
+    if len(ladder_cases.waves(everyone, args.device)) <= 1:
+        return [groups] if groups else []
+    return [
+        [[what for what in wave if what in group]]
+        for group in groups
+        for wave in ladder_cases.waves(group, args.device)
+    ]
+
+
+_CELL = ("model", "mode", "variant", "quantization", "batch", "tokens", "dtype")
+
+
+def _told(kept: resuming.Kept, record: Mapping[str, Any]) -> bool:
+    return any(all(r.get(n) == record[n] for n in _CELL) for r in kept.records)
 
 
 def measure_group(
@@ -152,25 +178,23 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in ("rounds", "seconds", "device")}
     kept = resuming.begin(path, head, settings, resume=args.resume, log=log)
     stopped = None
-    todo = [(model, kind) for model in args.models for kind in args.quantization]
-    for model, kind in report.progress(todo, "profile"):
-        group = contenders_of(args, model, kind)
-        if all(kept.has(**identity(what)) for what in group):
-            continue
+    todo = [batch for model in args.models for batch in batches(args, model, kept)]
+    for batch in report.progress(todo, "profile"):
         if ladder_options.spent(args, log.seconds):
-            stopped = f"stopped at the budget of {args.budget:.0f} s before {model} {kind}"
+            stopped = f"stopped at the budget of {args.budget:.0f} s before {batch[0][0].name}"
             break
-        # What is compared is measured as a whole, so that all of it is of the same minutes.
-        kept.forget(model=decoders.label(model), quantization=kind)
-        found = without_blocks(args, model, kind)
-        for number, wave in enumerate(ladder_cases.waves(group, args.device)):
-            with Group(wave, args.device, patience=args.patience, log=log) as live:
-                measured = measure_group(live, wave, args, log)
-            # Stock is measured in every wave, and told once.
-            found += [r for r in measured if not number or r["variant"] != wave[0].level]
-        kept.save(found)
-        for record in found:
-            log(describe(record))
+        everyone = list(dict.fromkeys(what for group in batch for what in group))
+        with Group(everyone, args.device, patience=args.patience, log=log) as live:
+            for group in batch:
+                # What is compared is measured as a whole: all of it is of the same minutes.
+                found = measure_group(live, group, args, log)
+                for record in found:
+                    kept.forget(**{name: record[name] for name in _CELL})
+                kept.save(found)
+                for record in found:
+                    log(describe(record))
+    if stopped is None:
+        kept.save([r for r in without_blocks(args) if not _told(kept, r)])
     report.say(table(kept.records))
     failed = [r for r in kept.records if r.get("error") and not r["error"].startswith(EXPECTED)]
     return running.ended(log, path, failed=bool(failed), stopped=stopped)
