@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashnorm_triton import results
+from flashnorm_triton import plans, results
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,3 +65,14 @@ def test_the_results_are_of_the_kernels_that_ship():
 
 def test_the_numerics_contract_held_in_every_cell():
     assert all(cell["contract_ok"] for cell in operation().records)
+
+
+def test_versions_are_those_of_the_package():
+    """Python, and the oldest GPU, as the script and the kernels have them."""
+    script = (ROOT / "run").read_text(encoding="utf-8")
+    least, most = re.search(
+        r"\(3, (\d+)\) <= sys.version_info\[:2\] <= \(3, (\d+)\)", script
+    ).groups()
+    assert f"Python 3.{least} to 3.{most}" in README
+    major, minor = divmod(plans.MIN_CAPABILITY, 10)
+    assert re.search(rf"compute capability\s+{major}\.{minor}\b", README)
