@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import cancel
 from bench.doc_pages.sources import read
 
 
-@pytest.mark.parametrize("embeddings", [1.0, 1e-2])
-def test_errors_are_as_committed(embeddings: float) -> None:
+def test_errors_are_as_committed() -> None:
     """Rounding differs between processors, the kind of result does not."""
+    embeddings = 1e-2
     found = cancel.errors("qwen3", embeddings, 0)
     (told,) = (
         each["rel_err"]
