@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from safetensors.torch import save_file
 
 import flashnorm_triton as fn
 from flashnorm_triton.checkpoints import passing, product
-from flashnorm_triton.checkpoints.hashing import hash_bytes
+from flashnorm_triton.checkpoints.hashing import hash_bytes, new_digest
 from flashnorm_triton.checkpoints.product import Product, Scale, Scratch
 from flashnorm_triton.checkpoints.safefile import Entry, make_header, read_shard, to_bytes
 from flashnorm_triton.checkpoints.stream import Added, Drop, Replace, Rewriter
@@ -122,6 +126,62 @@ def test_products_along_every_axis_in_pieces_of_any_size(
     sums = {"a_bias": wide["linear"] @ beta, "b_bias": beta @ wide["conv1d"]}
     for name, moved in sums.items():
         torch.testing.assert_close(new[name], (wide[name] + moved).to(dtype), **close)
+
+
+def test_threads_that_share_a_file_write_what_one_alone_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hash has the bytes in their order, every product its rows, every sum its terms."""
+    gain, beta = torch.randn(6), torch.randn(6)
+    held = {
+        "a_bias": torch.randn(40),
+        "b_bias": torch.randn(7),
+        "linear": torch.randn(40, 6),
+        "conv1d": torch.randn(6, 7),
+        "other": torch.randn(50),
+    }
+    save_file(held, tmp_path / "x.safetensors")
+    shards = {"x.safetensors": read_shard(tmp_path / "x.safetensors")}
+    edits = {
+        "linear": Scale(gain, 1, beta, "a_bias"),
+        "conv1d": Scale(gain, 0, beta, "b_bias"),
+    }
+    monkeypatch.setattr(passing, "CHUNK", 64)
+    at_work: list[int] = []
+
+    def now_and_then(real: Any, late: float = 1e-3) -> Any:
+        """The same, but many a call comes late."""
+
+        def slow(*arguments: Any) -> Any:
+            at_work.append(threading.get_ident())
+            time.sleep(random.choice((0, 0, late)))
+            return real(*arguments)
+
+        return slow
+
+    class Slow:
+        def __init__(self, name: str) -> None:
+            digest = new_digest(name)
+            self.update, self.hexdigest = now_and_then(digest.update), digest.hexdigest
+
+    monkeypatch.setattr(passing, "new_digest", Slow)
+    for name, late in (("_read", 1e-3), ("_write", 4e-3)):
+        monkeypatch.setattr(passing.Pass, name, now_and_then(getattr(passing.Pass, name), late))
+    written, hashes, threads = [], [], []
+    for cores in (1, 2):
+        monkeypatch.setattr(passing, "_cores", lambda cores=cores: cores)
+        folder = tmp_path / str(cores)
+        folder.mkdir()
+        at_work.clear()
+        rewriter = Rewriter(edits)
+        hashes += rewriter.write_shards(shards, folder).values()
+        rewriter.finish()
+        written.append((folder / "x.safetensors").read_bytes())
+        threads.append(len(set(at_work)))
+    assert threads == [1, 2]
+    assert written[0] == written[1]
+    data = (tmp_path / "x.safetensors").read_bytes()
+    assert hashes == [hash_bytes("sha256", data)] * 2
 
 
 @pytest.mark.parametrize("axis", [0, 1])
