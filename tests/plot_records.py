@@ -103,3 +103,78 @@ def points(ax: Any, color: str, marker: str = "o") -> dict[float, float]:
         if to_hex(line.get_color()) == color and line.get_marker() == marker:
             return dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
     return {}
+
+
+LADDER = ("stock", "fold_only", "weightless", "packed", "deferred", "overlap", "fused")
+
+
+def rungs() -> list[dict[str, Any]]:
+    """A ladder: the operation at two shapes and three row counts, and one model's decode step.
+
+    ``fold_only`` is slower than stock everywhere; blocks are missing at the operation.
+    """
+    records: list[dict[str, Any]] = []
+    for case, k, n in SHAPES[2:]:
+        for m in (1, 16, 256):
+            stock = random.uniform(10, 20)
+            for number, rung in enumerate(LADDER):
+                speedup = 0.9 if rung == "fold_only" else 1 + 0.2 * number + random.uniform(0, 0.1)
+                us = stock / (1.0 if rung == "stock" else speedup)
+                records.append(
+                    {"rung": rung, "level": "op", "model": "large", "case": case, "m": m, "n": n,
+                     "k": k, "dtype": "bfloat16", "us": us, "us_q20": 0.98 * us,
+                     "us_q80": 1.05 * us, "launches": 9 - number, "speedup": stock / us,
+                     "plan": None, "chosen": rung == "fused"}
+                )  # fmt: skip
+            records.append({**records[-1], "rung": "block", "error": "blocks are no operation"})
+    for number, rung in enumerate((*LADDER, "block")):
+        ms = 2.0 - 0.15 * number
+        records.append(
+            {"rung": rung, "level": "decode", "model": "large", "mode": "graph", "batch": 1,
+             "tokens": 512, "dtype": "bfloat16", "ms": ms, "ms_q20": 0.99 * ms, "ms_q80": 1.02 * ms,
+             "launches": 800 - 90 * number, "speedup": 2.0 / ms}
+        )  # fmt: skip
+    records[-2] = {key: records[-2][key] for key in ("rung", "level", "model", "mode", "batch",
+                                                      "tokens", "dtype")}  # fmt: skip
+    records[-2]["error"] = "not ready after 35 s"
+    return records
+
+
+def profile(variant: str, mode: str = "graph", quantization: str = "none") -> dict[str, Any]:
+    """A profiled step; the patched ones launch no norm, and have more matmul time."""
+    patched = variant != "stock"
+    groups = [
+        ("norm", 0 if patched else 198, 0.0 if patched else random.uniform(300, 400)),
+        ("matmul", 97, random.uniform(800, 850) + 60 * patched),
+        ("attention", 16, random.uniform(60, 80)),
+        ("rotary", 16 if patched else 96, random.uniform(20, 30) if patched else 120.0),
+        ("residual", 32, 60.0),
+        ("other", 10, 15.0),
+    ]
+    rows = [{"group": g, "launches": count, "us": us} for g, count, us in groups if count]
+    us = sum(row["us"] for row in rows)
+    norm_us = 0.0 if patched else rows[0]["us"]
+    return {
+        "model": "large", "mode": mode, "variant": variant, "quantization": quantization,
+        "batch": 1, "tokens": 512, "dtype": "bfloat16", "ms": us / 1e3 + 0.4,
+        "launches": sum(row["launches"] for row in rows), "norms": 33,
+        "norms_launched": None if patched else 33, "norm_launches": 0 if patched else 198,
+        "norm_ms": norm_us / 1e3, "norm_share": norm_us / us, "groups": rows,
+    }  # fmt: skip
+
+
+def paper_cell(m: int, paper: float, ours: float | None, **changes: Any) -> dict[str, Any]:
+    """A cell of the paper's table 8; the shares of time saved, the paper's and ours."""
+    record = {
+        "table": "8", "label": "tab:a", "gpu_paper": "NVIDIA A100", "case": "large 2048→2560",
+        "m": m, "k": 2048, "n": 2560, "dtype": "float16",
+        "paper_us": {"unfused": 40.0, "fused": 40.0 * (1 - paper)}, "paper_reduction": paper,
+        "paper_won": paper > 0,
+    }  # fmt: skip
+    if ours is None:
+        return {**record, "error": "out of memory", **changes}
+    measured = {
+        "us": 20 * (1 - ours), "baselines_us": {"rms_norm+linear": 20.0}, "reduction": ours,
+        "best_reduction": ours - 0.05, "won": ours > 0.05,
+    }  # fmt: skip
+    return {**record, **measured, **changes}

@@ -24,7 +24,7 @@ VARIANTS = {
 HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 # Words stand on white, so that no grid line runs through them.
 _PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-_TASKS = {"decode": "one decode step", "prefill": "one prompt"}
+TASKS = {"decode": "one decode step", "prefill": "one prompt"}
 
 
 def steps(sources: Sequence[Source]) -> Figure:
@@ -50,7 +50,7 @@ def steps(sources: Sequence[Source]) -> Figure:
         )
         ax.set_title(f"{model}, {dtype}, batch {batch}, {tokens} tokens")
     axes[-1].set_xlabel("milliseconds of GPU time (less is better)")
-    task = _TASKS.get(sources[0].name, sources[0].name)
+    task = TASKS.get(sources[0].name, sources[0].name)
     style.title(made, f"{task}: stock and patched")
     style.foot(made, sources, legend(sources, panels), columns=4)
     return made

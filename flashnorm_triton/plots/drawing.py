@@ -7,17 +7,38 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from flashnorm_triton.plots import bars, overlap, speedup, style
+from flashnorm_triton.plots import (
+    bars,
+    breakdown,
+    ladder,
+    overlap,
+    paper,
+    roofline,
+    share,
+    speedup,
+    style,
+    waterfall,
+    winners,
+)
 from flashnorm_triton.plots import sources as source_files
 from flashnorm_triton.plots.sources import Source
 from flashnorm_triton.results import ResultsError
 
 Draw = Callable[[Sequence[Source]], Figure]
 FAMILIES: dict[str, tuple[tuple[str, Draw], ...]] = {
-    "operation": (("", speedup.figure),),
+    "operation": (
+        ("", speedup.figure),
+        ("_breakdown", breakdown.figure),
+        ("_winners", winners.figure),
+        ("_roofline", roofline.figure),
+    ),
+    "table": (("_winners", winners.figure),),
     "overlap": (("", overlap.figure),),
-    "step": (("", bars.steps),),
+    "step": (("", bars.steps), ("_launches", waterfall.totals)),
     "generate": (("", bars.generate),),
+    "profile": (("_waterfall", waterfall.figure), ("_norm_share", share.figure)),
+    "ablation": (("", ladder.figure),),
+    "paper": (("", paper.figure),),
 }
 """The figures of each kind of source: what follows the file's name, and what draws it."""
 

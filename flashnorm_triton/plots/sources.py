@@ -23,6 +23,7 @@ _KINDS = (
     ("lag", ""),
     ("rung", "ablation"),
     ("paper_us", "paper"),
+    ("quantization", "profile"),
     ("norm_share", "profile"),
     ("groups", "profile"),
     ("over", "overlap"),

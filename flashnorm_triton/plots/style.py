@@ -135,7 +135,8 @@ def as_svg(figure: Figure, origin: str = "") -> str:
 
 
 def save_png(figure: Figure, path: Path, *, dpi: int = DPI, origin: str = "") -> None:
-    """Write a PNG of at most 256 colours: a third of the bytes, and no difference to see."""
+    """Write a PNG of at most 256 colours, those that most pixels have: a third of the bytes, and no
+    difference to see. Raises OSError."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -146,5 +147,9 @@ def save_png(figure: Figure, path: Path, *, dpi: int = DPI, origin: str = "") ->
     if origin:
         told.add_text("Source", origin)
     image = Image.open(made).convert("RGB")
-    small = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    counted = image.getcolors(image.width * image.height) or []
+    kept = [color for _, color in sorted(counted, key=lambda found: (-found[0], found[1]))[:256]]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for color in kept for part in color])
+    small = image.quantize(palette=palette, dither=Image.Dither.NONE)
     small.save(path, optimize=True, pnginfo=told, format="PNG")

@@ -1,0 +1,156 @@
+"""Achieved TFLOP/s and TB/s of the operation against what the GPU was measured to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from flashnorm_triton.plots import style
+from flashnorm_triton.plots.sources import Source, labels
+from flashnorm_triton.results import ResultsError
+
+Record = Mapping[str, Any]
+# The header's matmul ceiling is of 16-bit numbers.
+_BYTES = {"bfloat16": 2, "float16": 2}
+_ROOFS = ("-", "--", ":", "-.")
+
+
+def figure(sources: Sequence[Source]) -> Figure:
+    """Two panels over arithmetic intensity (operations a byte that must move at least: x, weight
+    and y once): TFLOP/s, and TB/s of those bytes. A curve a shape, its row counts growing from left
+    to right; hollow, the fastest unfused way; red, where the fused one is slower. The roofs are the
+    copy and the matmul rate that the run measured. Cells of 16-bit dtypes only.
+
+    Raises ``ResultsError`` when there is no such cell, or no ceiling was measured.
+    """
+    drawn = [s for s in sources if s.header["copy_tb_s"] > 0 and s.header["matmul_tflops"] > 0]
+    curves: dict[tuple[int, int], dict[tuple[int, str], list[Record]]] = {}
+    for number, source in enumerate(drawn):
+        for r in source.measured:
+            if r["dtype"] in _BYTES:
+                home = curves.setdefault((r["k"], r["n"]), {})
+                home.setdefault((number, r["dtype"]), []).append(r)
+    if not curves:
+        raise ResultsError("no 16-bit cell with measured ceilings")
+    made, axes = style.new(4.5, 1, 2)
+    flops, moved = axes[0]
+    reach = [intensity(r) for s in drawn for r in s.measured if r["dtype"] in _BYTES]
+    span = np.geomspace(0.7 * min(reach), 1.4 * max(reach), 200)
+    for number, source in enumerate(drawn):
+        copy, most = source.header["copy_tb_s"], source.header["matmul_tflops"]
+        line = {"color": style.INK, "linewidth": 1.2, "linestyle": _ROOFS[number % len(_ROOFS)]}
+        flops.plot(span, np.minimum(copy * span, most), **line)
+        moved.plot(span, np.minimum(copy, most / span), **line)
+        if number == 0:
+            _name_roofs(flops, moved, span, copy, most)
+    handles = []
+    for place, (shape, group) in enumerate(curves.items()):
+        color = style.SERIES[place % len(style.SERIES)]
+        case = ""
+        for (number, _), records in group.items():
+            cells = sorted(records, key=lambda r: r["m"])
+            case = case or cells[0]["case"]
+            _curve(flops, cells, color, style.MARKERS[number % 6], lambda r, us: tflops(r, us))
+            _curve(moved, cells, color, style.MARKERS[number % 6], lambda r, us: tb_s(r, us))
+        label = f"{shape[0]} → {shape[1]} {case}".strip()
+        handles.append(Line2D([], [], color=color, marker="o", markersize=3.6, label=label))
+    for ax, said in ((flops, "TFLOP/s"), (moved, "TB/s of the least bytes")):
+        ax.set_xscale("log", base=10)
+        ax.set_xlabel("arithmetic intensity, FLOP / byte")
+        ax.set_ylabel(said)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.grid(color=style.GRID, linewidth=0.6)
+    flops.set_yscale("log", base=10)
+    flops.yaxis.set_major_formatter("{x:g}")
+    moved.set_ylim(0, 1.06 * moved.get_ylim()[1])
+    style.title(made, "norm_linear against what the GPU was measured to reach")
+    style.foot(made, drawn, [*handles, *_marks(drawn)], columns=3)
+    return made
+
+
+def least_bytes(record: Record) -> int:
+    """Bytes of x, the weight and y, each moved once."""
+    m, n, k = record["m"], record["n"], record["k"]
+    return _BYTES[record["dtype"]] * (m * k + n * k + m * n)
+
+
+def intensity(record: Record) -> float:
+    """Operations of the matmul a byte."""
+    return 2 * record["m"] * record["n"] * record["k"] / least_bytes(record)
+
+
+def tflops(record: Record, us: float) -> float:
+    """Of the matmul's operations in ``us`` microseconds."""
+    return 2 * record["m"] * record["n"] * record["k"] / us / 1e6
+
+
+def tb_s(record: Record, us: float) -> float:
+    """Of ``least_bytes`` in ``us`` microseconds."""
+    return least_bytes(record) / us / 1e6
+
+
+def _curve(ax: Axes, cells: Sequence[Record], color: str, marker: str, rate: Any) -> None:
+    x = [intensity(r) for r in cells]
+    unfused = [
+        (at, rate(r, r["baselines_us"][r["best_unfused"]]))
+        for at, r in zip(x, cells, strict=True)
+        if r.get("best_unfused")
+    ]
+    if unfused:
+        ax.plot(
+            *zip(*unfused, strict=True), linestyle="", marker=marker, markersize=4.2,
+            markerfacecolor="white", markeredgecolor=color, markeredgewidth=0.8, zorder=2,
+        )  # fmt: skip
+    ours = [rate(r, r["us"]) for r in cells]
+    ax.plot(x, ours, "-", marker=marker, color=color, markersize=3.2, linewidth=1.2, zorder=3)
+    lost = [
+        (at, y)
+        for at, y, r in zip(x, ours, cells, strict=True)
+        if r.get("speedup") is not None and r["speedup"] < 1
+    ]
+    if lost:
+        ax.plot(
+            *zip(*lost, strict=True), linestyle="", marker=marker, color=style.LOSS, markersize=3.8,
+            zorder=4,
+        )  # fmt: skip
+
+
+def _name_roofs(flops: Axes, moved: Axes, span: Any, copy: float, most: float) -> None:
+    small = {"fontsize": style.TINY, "color": style.INK}
+    flops.annotate(
+        f"matmul {most:.0f} TFLOP/s", (span[0], most), xytext=(0, -3), textcoords="offset points",
+        va="top", **small,
+    )  # fmt: skip
+    moved.annotate(
+        f"copy {copy:.2f} TB/s",
+        (most / copy, copy),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        **small,
+    )
+
+
+def _marks(drawn: Sequence[Source]) -> list[Line2D]:
+    handles = [
+        Line2D([], [], linestyle="", marker="o", markersize=4.2, markerfacecolor="white",
+               markeredgecolor=style.FAINT, label="fastest unfused way"),
+        Line2D([], [], color=style.INK, linewidth=1.2, label="measured ceilings"),
+    ]  # fmt: skip
+    if any(r.get("speedup") is not None and r["speedup"] < 1 for s in drawn for r in s.measured):
+        handles.append(
+            Line2D([], [], linestyle="", marker="o", color=style.LOSS, markersize=3.8,
+                   label="fused is slower")
+        )  # fmt: skip
+    if len(drawn) > 1:
+        handles += [
+            Line2D([], [], color=style.FAINT, marker=style.MARKERS[at % 6], markersize=3.6,
+                   linestyle=_ROOFS[at % len(_ROOFS)], label=label)
+            for at, label in enumerate(labels(drawn))
+        ]  # fmt: skip
+    return handles
