@@ -22,8 +22,6 @@ VARIANTS = {
     "patched": ("patched", style.OURS),
 }
 HATCHES = ("", "///", "...", "xxx", "\\\\\\")
-# Words stand on white, so that no grid line runs through them.
-_PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 TASKS = {"decode": "one decode step", "prefill": "one prompt"}
 
 
@@ -135,21 +133,21 @@ def _panel(
         ax.plot([low, high], [y, y], color=style.INK, linewidth=1.2, solid_capstyle="butt")
         launched = f", {record['launches']} kernels" if record.get("launches") else ""
         last = ax.text(
-            max(width, high) + 0.01 * most, y, said(record) + launched, va="center",
-            fontsize=style.SMALL, bbox=_PLATE,
+            min(max(width, high), 1.25 * most) + 0.01 * most, y, said(record) + launched,
+            va="center", fontsize=style.SMALL, bbox=style.PLATE,
         )  # fmt: skip
         for against, ratio in ratios(record, [row for row in rows if row[0] == number]).items():
             last = ax.annotate(
                 f"{ratio:.2f}x stock {against}", (1, 0.5), xycoords=last, xytext=(7, 0),
                 textcoords="offset points", va="center", fontsize=style.SMALL,
-                color=style.LOSS if ratio < 1 else style.OURS, bbox=_PLATE,
+                color=style.LOSS if ratio < 1 else style.OURS, bbox=style.PLATE,
             )  # fmt: skip
     alone = len(sources) == 1
     names = [f"{r['variant']}  {r['mode']}" + ("" if alone else f"  {told[at]}") for at, r in rows]
     ax.set_yticks(range(len(rows)), names)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(rows) - 0.4, -0.6)
-    ax.set_xlim(0, 1.9 * most)
+    ax.set_xlim(0, (1.9 if alone else 2.5) * most)
     ax.grid(axis="x", color=style.GRID, linewidth=0.6)
 
 

@@ -129,14 +129,21 @@ def _whole(ax: Axes, rungs: Sequence[str], rows: Sequence[Record]) -> None:
         ax.plot(
             [r.get("ms_q20", r["ms"]), r.get("ms_q80", r["ms"])], [y, y], color=style.INK, lw=1.2
         )
-        told = f" {r['ms']:.3g} ms"
+        told = f" {r['ms']:.2f} ms"
         told += f", {r['launches']} launches" if r.get("launches") else ""
         told += f", {r['speedup']:.2f}x" if r.get("speedup") is not None else ""
-        ax.text(max(r["ms"], r.get("ms_q80", 0)), y, told, va="center", fontsize=style.SMALL)
+        ax.text(
+            min(max(r["ms"], r.get("ms_q80", 0)), 1.3 * most),
+            y,
+            told,
+            va="center",
+            fontsize=style.SMALL,
+            bbox=style.PLATE,
+        )
     ax.set_yticks(range(len(own)), [NAMES.get(r["rung"], r["rung"]) for r in own])
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(own) - 0.4, -0.6)
-    ax.set_xlim(0, 1.45 * most)
+    ax.set_xlim(0, 1.7 * most)
     ax.grid(axis="x", color=style.GRID, linewidth=0.6)
 
 

@@ -33,7 +33,7 @@ def figure(sources: Sequence[Source]) -> Figure:
     if not panels:
         raise ResultsError("no cell of the paper's tables was measured")
     columns = min(_COLUMNS, len(panels))
-    keys = list(panels)
+    keys = sorted(panels, key=lambda key: -len(panels[key]))
     lines = [keys[start : start + columns] for start in range(0, len(keys), columns)]
     heights = [max(len(panels[key]) for key in line) + 2.2 for line in lines]
     made, axes = style.new(
@@ -66,14 +66,19 @@ def _counted(rows: Sequence[Record]) -> str:
 
 
 def _panel(ax: Axes, rows: Sequence[Record]) -> None:
-    style_level = {"color": style.INK, "linewidth": 0.8}
-    ax.axvline(0, **style_level)
+    ax.axvline(0, color=style.INK, linewidth=0.8)
     for y, r in enumerate(rows):
         paper, ours = 100 * r["paper_reduction"], _ours(r)
         ax.plot(paper, y, "o", markersize=5, markerfacecolor="white", markeredgecolor=style.FAINT)
         if ours is None:
             ax.text(
-                paper, y, "  not measured here", color=style.LOSS, va="center", fontsize=style.TINY
+                paper,
+                y,
+                "  not measured here",
+                color=style.LOSS,
+                va="center",
+                fontsize=style.TINY,
+                bbox=style.PLATE,
             )
             continue
         color = style.LOSS if ours < 0 else style.OURS

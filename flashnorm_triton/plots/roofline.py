@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,48 +18,62 @@ from flashnorm_triton.results import ResultsError
 Record = Mapping[str, Any]
 # The header's matmul ceiling is of 16-bit numbers.
 _BYTES = {"bfloat16": 2, "float16": 2}
-_ROOFS = ("-", "--", ":", "-.")
 
 
 def figure(sources: Sequence[Source]) -> Figure:
-    """Two panels over arithmetic intensity (operations a byte that must move at least: x, weight
-    and y once): TFLOP/s, and TB/s of those bytes. A curve a shape, its row counts growing from left
-    to right; hollow, the fastest unfused way; red, where the fused one is slower. The roofs are the
-    copy and the matmul rate that the run measured. Cells of 16-bit dtypes only.
+    """A row a source, two panels over arithmetic intensity (operations a byte that must move at
+    least: x, weight and y once): TFLOP/s, and TB/s of those bytes. A curve a shape, its row counts
+    growing from left to right; hollow, the fastest unfused way; red, where the fused one is slower.
+    The roofs are the copy and the matmul rate that the run measured; a copy writes as much as it
+    reads, so what hardly writes may be a little above. Cells of 16-bit dtypes only.
 
     Raises ``ResultsError`` when there is no such cell, or no ceiling was measured.
     """
-    drawn = [s for s in sources if s.header["copy_tb_s"] > 0 and s.header["matmul_tflops"] > 0]
-    curves: dict[tuple[int, int], dict[tuple[int, str], list[Record]]] = {}
-    for number, source in enumerate(drawn):
-        for r in source.measured:
-            if r["dtype"] in _BYTES:
-                home = curves.setdefault((r["k"], r["n"]), {})
-                home.setdefault((number, r["dtype"]), []).append(r)
-    if not curves:
+    rows = [
+        (label, source, _curves(source))
+        for label, source in zip(labels(sources), sources, strict=True)
+        if source.header["copy_tb_s"] > 0 and source.header["matmul_tflops"] > 0
+    ]
+    rows = [row for row in rows if row[2]]
+    if not rows:
         raise ResultsError("no 16-bit cell with measured ceilings")
-    made, axes = style.new(4.5, 1, 2)
-    flops, moved = axes[0]
-    reach = [intensity(r) for s in drawn for r in s.measured if r["dtype"] in _BYTES]
+    shapes = {key[:3]: None for _, _, curves in rows for key in curves}
+    colors = dict(zip(shapes, itertools.cycle(style.SERIES), strict=False))
+    every = [r for _, _, curves in rows for cells in curves.values() for r in cells]
+    reach = [intensity(r) for r in every]
     span = np.geomspace(0.7 * min(reach), 1.4 * max(reach), 200)
-    for number, source in enumerate(drawn):
+    made, axes = style.new(3.0 * len(rows) + 1.5, len(rows), 2)
+    for (flops, moved), (label, source, curves) in zip(axes, rows, strict=True):
         copy, most = source.header["copy_tb_s"], source.header["matmul_tflops"]
-        line = {"color": style.INK, "linewidth": 1.2, "linestyle": _ROOFS[number % len(_ROOFS)]}
-        flops.plot(span, np.minimum(copy * span, most), **line)
-        moved.plot(span, np.minimum(copy, most / span), **line)
-        if number == 0:
-            _name_roofs(flops, moved, span, copy, most)
-    handles = []
-    for place, (shape, group) in enumerate(curves.items()):
-        color = style.SERIES[place % len(style.SERIES)]
-        case = ""
-        for (number, _), records in group.items():
-            cells = sorted(records, key=lambda r: r["m"])
-            case = case or cells[0]["case"]
-            _curve(flops, cells, color, style.MARKERS[number % 6], lambda r, us: tflops(r, us))
-            _curve(moved, cells, color, style.MARKERS[number % 6], lambda r, us: tb_s(r, us))
-        label = f"{shape[0]} → {shape[1]} {case}".strip()
-        handles.append(Line2D([], [], color=color, marker="o", markersize=3.6, label=label))
+        flops.plot(span, np.minimum(copy * span, most), color=style.INK, linewidth=1.2)
+        moved.plot(span, np.minimum(copy, most / span), color=style.INK, linewidth=1.2)
+        _name_roofs(flops, moved, span, copy, most)
+        for (*shape, dtype), cells in curves.items():
+            marker = style.MARKERS[list(_BYTES).index(dtype)]
+            _curve(flops, cells, colors[tuple(shape)], marker, tflops)
+            _curve(moved, cells, colors[tuple(shape)], marker, tb_s)
+        _axes(flops, moved)
+        if len(rows) > 1:
+            flops.set_title(label)
+    style.title(made, "norm_linear against what the GPU was measured to reach")
+    handles = [
+        Line2D([], [], color=color, marker="o", markersize=3.6, label=f"{k} → {n} {case}".strip())
+        for (case, k, n), color in colors.items()
+    ]
+    style.foot(made, [source for _, source, _ in rows], [*handles, *_marks(every)], columns=3)
+    return made
+
+
+def _curves(source: Source) -> dict[tuple[Any, ...], list[Record]]:
+    """(case, k, n, dtype) -> its cells by their row counts."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for r in sorted(source.measured, key=lambda r: r["m"]):
+        if r["dtype"] in _BYTES:
+            found.setdefault((r["case"], r["k"], r["n"], r["dtype"]), []).append(r)
+    return dict(sorted(found.items(), key=lambda item: item[0][1:]))
+
+
+def _axes(flops: Axes, moved: Axes) -> None:
     for ax, said in ((flops, "TFLOP/s"), (moved, "TB/s of the least bytes")):
         ax.set_xscale("log", base=10)
         ax.set_xlabel("arithmetic intensity, FLOP / byte")
@@ -68,9 +83,6 @@ def figure(sources: Sequence[Source]) -> Figure:
     flops.set_yscale("log", base=10)
     flops.yaxis.set_major_formatter("{x:g}")
     moved.set_ylim(0, 1.06 * moved.get_ylim()[1])
-    style.title(made, "norm_linear against what the GPU was measured to reach")
-    style.foot(made, drawn, [*handles, *_marks(drawn)], columns=3)
-    return made
 
 
 def least_bytes(record: Record) -> int:
@@ -136,21 +148,22 @@ def _name_roofs(flops: Axes, moved: Axes, span: Any, copy: float, most: float) -
     )
 
 
-def _marks(drawn: Sequence[Source]) -> list[Line2D]:
+def _marks(records: Sequence[Record]) -> list[Line2D]:
     handles = [
         Line2D([], [], linestyle="", marker="o", markersize=4.2, markerfacecolor="white",
                markeredgecolor=style.FAINT, label="fastest unfused way"),
         Line2D([], [], color=style.INK, linewidth=1.2, label="measured ceilings"),
     ]  # fmt: skip
-    if any(r.get("speedup") is not None and r["speedup"] < 1 for s in drawn for r in s.measured):
+    if any(r.get("speedup") is not None and r["speedup"] < 1 for r in records):
         handles.append(
             Line2D([], [], linestyle="", marker="o", color=style.LOSS, markersize=3.8,
                    label="fused is slower")
         )  # fmt: skip
-    if len(drawn) > 1:
+    dtypes = {r["dtype"] for r in records}
+    if len(dtypes) > 1:
         handles += [
-            Line2D([], [], color=style.FAINT, marker=style.MARKERS[at % 6], markersize=3.6,
-                   linestyle=_ROOFS[at % len(_ROOFS)], label=label)
-            for at, label in enumerate(labels(drawn))
-        ]  # fmt: skip
+            Line2D([], [], linestyle="", marker=marker, color=style.FAINT, label=dtype)
+            for dtype, marker in zip(_BYTES, style.MARKERS, strict=False)
+            if dtype in dtypes
+        ]
     return handles

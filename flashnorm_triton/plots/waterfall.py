@@ -18,12 +18,14 @@ GROUPS = (
     "norm", "matmul", "attention", "rotary", "activation", "residual", "cache", "copy", "other",
 )  # fmt: skip
 SAVED = "#0f7b6c"
+SMALL = 0.01
+"""Changes by less than this part of the larger step are drawn as one, "rest"."""
 
 
 def figure(sources: Sequence[Source]) -> Figure:
     """A row a source, model, mode, quantization and patched variant: from the stock step's kernels,
     by what each group of kernels saves (green) or adds (red), down to the patched step's; in
-    microseconds of kernel time and in launches.
+    microseconds of kernel time and in launches. Small changes are drawn together.
 
     Raises ``ResultsError`` when no stock step was profiled beside a patched one.
     """
@@ -79,15 +81,19 @@ def _by_group(record: Record, unit: str) -> dict[str, float]:
 
 def _steps(ax: Axes, stock: Record, patched: Record, unit: str, label: str) -> None:
     whole = sum(_by_group(stock, unit).values())
-    moved = {group: delta for group, delta in changes(stock, patched, unit).items() if delta}
-    end = whole + sum(moved.values())
+    every = changes(stock, patched, unit)
+    end = whole + sum(every.values())
+    moved = {g: delta for g, delta in every.items() if abs(delta) >= SMALL * max(whole, end)}
+    rest = sum(delta for group, delta in every.items() if group not in moved)
+    if rest:
+        moved["rest"] = rest
     heights = [("stock", 0.0, whole, bars.VARIANTS["stock"][1])]
     at = whole
     for group, delta in moved.items():
         heights.append((group, at, delta, SAVED if delta < 0 else style.LOSS))
         at += delta
     variant = patched["variant"]
-    heights.append((variant, 0.0, end, bars.VARIANTS.get(variant, ("", style.OURS))[1]))
+    heights.append(("patched", 0.0, end, bars.VARIANTS.get(variant, ("", style.OURS))[1]))
     top = max(start + max(size, 0) for _, start, size, _ in heights)
     for x, (_, start, size, color) in enumerate(heights):
         ax.bar(x, size, 0.72, bottom=start, color=color)
@@ -102,6 +108,7 @@ def _steps(ax: Axes, stock: Record, patched: Record, unit: str, label: str) -> N
     ax.set_xticks(range(len(names)), names, fontsize=style.TINY, rotation=28, ha="right",
                   rotation_mode="anchor")  # fmt: skip
     ax.tick_params(axis="x", length=0)
+    ax.set_xlim(-0.7, max(len(names), 5) - 0.3)
     ax.set_ylim(0, 1.13 * top)
     ax.set_ylabel(label)
     ax.grid(axis="y", color=style.GRID, linewidth=0.6)
@@ -151,7 +158,7 @@ def totals(sources: Sequence[Source]) -> Figure:
             ax.set_xlim(0, 1.16 * max(ax.get_xlim()[1], 1e-9) / 1.05)
             ax.grid(axis="x", color=style.GRID, linewidth=0.6)
     axes[-1][0].set_xlabel("kernel launches")
-    axes[-1][1].set_xlabel("milliseconds of GPU time; line: least bytes / copy rate")
+    axes[-1][1].set_xlabel("ms of GPU time (line: bytes / copy rate)")
     task = bars.TASKS.get(sources[0].name, sources[0].name)
     style.title(made, f"{task}: launches and time")
     style.foot(made, sources, bars.legend(sources, panels), columns=4)
