@@ -9,6 +9,7 @@ README and docs show. tests/test_committed_figures.py holds the files to the res
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -49,7 +50,14 @@ def figures(gpu: str) -> Iterator[tuple[str, Figure, str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    for gpu in argv or sorted(path.name for path in RESULTS.iterdir() if path.is_dir()):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = sorted(path.name for path in RESULTS.iterdir() if path.is_dir())
+    parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"of {', '.join(known)}; else all")
+    for gpu in parser.parse_args(argv).gpus or known:
+        if gpu not in known:
+            parser.error(f"no results of {gpu!r} in {RESULTS}: there are {', '.join(known)}")
         for name, figure, origin in figures(gpu):
             svg, _ = style.save(figure, FIGURES / gpu / f"{name}.svg", origin=origin)
             print(svg.relative_to(ROOT))

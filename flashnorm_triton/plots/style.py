@@ -27,6 +27,7 @@ NORM, LIGHT = "#e0a03c", "#f2f4f6"
 SERIES = (OURS, "#0f7b6c", "#8250df", "#9a6700", "#bf3989", INK)
 MARKERS = ("o", "s", "^", "D", "v", "P")
 SMALL, TINY = 8.0, 7.5
+_COMMON = 96  # colours of a PNG that are kept because many pixels have them
 # Words stand on white, so that no grid line runs through them.
 PLATE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
 _RC = {
@@ -138,8 +139,10 @@ def as_svg(figure: Figure, origin: str = "") -> str:
 
 
 def save_png(figure: Figure, path: Path, *, dpi: int = DPI, origin: str = "") -> None:
-    """Write a PNG of at most 256 colours, those that most pixels have (a rarer one becomes the
-    nearest of them): a third of the bytes, and no difference to see. Raises OSError."""
+    """Write a PNG of at most 256 colours: a third of the bytes, and no difference to see.
+
+    Raises OSError.
+    """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -156,10 +159,18 @@ def save_png(figure: Figure, path: Path, *, dpi: int = DPI, origin: str = "") ->
 
 
 def _indexed(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A picture (H, W, 3) of bytes as places (H, W) in a palette (at most 256, 3)."""
+    """A picture (H, W, 3) of bytes as places (H, W) in a palette (at most 256, 3): the commonest
+    colours as they are, then those that are farthest from all that are there."""
     packed = pixels.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32)
     found, inverse, counts = np.unique(packed, return_inverse=True, return_counts=True)
     colors = np.stack([found >> 16, found >> 8 & 255, found & 255], axis=1).astype(np.int32)
-    kept = np.sort(np.lexsort((found, -counts))[:256])
-    near = np.array([np.argmin(((colors[kept] - c) ** 2).sum(1)) for c in colors], dtype=np.uint8)
-    return near[inverse].reshape(pixels.shape[:2]), colors[kept].astype(np.uint8)
+    kept = list(np.lexsort((found, -counts))[:_COMMON])
+    apart = ((colors[:, None] - colors[kept]) ** 2).sum(2)
+    nearest, distance = apart.argmin(1), apart.min(1)
+    while len(kept) < min(256, len(colors)):
+        kept.append(distance.argmax())
+        new = ((colors - colors[kept[-1]]) ** 2).sum(1)
+        nearest = np.where(new < distance, len(kept) - 1, nearest)
+        distance = np.minimum(new, distance)
+    places = nearest.astype(np.uint8)[inverse].reshape(pixels.shape[:2])
+    return places, colors[kept].astype(np.uint8)
