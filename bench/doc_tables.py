@@ -16,7 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.doc_pages import cancel, code, measured, models, overlap, plans, readme, staleness, tries
+from bench.doc_pages import (
+    cancel,
+    code,
+    measured,
+    models,
+    overlap,
+    pictures,
+    plans,
+    readme,
+    staleness,
+    tries,
+)
 from bench.doc_pages.sources import RESULTS, ROOT, Source, read
 from flashnorm_triton import atomic
 
@@ -63,6 +74,7 @@ PAGES: dict[str, dict[str, Part]] = {
         "experts": (("experts.json",), tries.experts),
     },
     "docs/overlap.md": {"overlap": (("overlap.json",), _of_records(overlap.overlap_tables))},
+    "docs/pictures.md": {"pictures": ((), pictures.pictures)},
     "docs/robustness.md": {"soak": (("soak.json",), measured.soak)},
     "docs/strategies.md": {"winners": (("norm_linear.json",), plans.winners)},
     "docs/tuning.md": {"shipped": ((), plans.shipped)},

@@ -12,7 +12,7 @@ from planted_faults import FAULTS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import doc_tables, fault_instruments
-from bench.doc_pages import code, overlap, readme, staleness
+from bench.doc_pages import code, overlap, pictures, readme, staleness
 from bench.doc_pages.sources import Source
 from flashnorm_triton import results
 
@@ -202,3 +202,14 @@ def test_a_docstring_becomes_markdown():
         "Do `x` to `y`.\n\nMore of it.\n\n**Args**\n\n- `a`: one thing.\n- `b (c)`: two.\n\n"
         "**Returns** What comes.\n\nRaises ValueError.\n"
     )
+
+
+def test_every_family_of_figures_has_words():
+    from flashnorm_triton.plots import drawing
+
+    stems = {"operation": "norm_linear", "step": "decode"}
+    for kind, families in drawing.FAMILIES.items():
+        for suffix, _ in families:
+            assert pictures.caption(stems.get(kind, kind) + suffix), (kind, suffix)
+    with pytest.raises(ValueError, match="does not say what other shows"):
+        pictures.caption("other")
