@@ -76,7 +76,7 @@ def test_a_wrong_rung_gets_an_error_and_no_time(rung: str, monkeypatch: pytest.M
 def test_a_plan_that_was_refused_is_not_launched(
     small: ladder_cases.Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plans.Plan("single_pass", "gemv", 1, 2, 256)
+    plan = plans.Plan("single_pass", "hopper_swap", 16, 64, 64)
     monkeypatch.setattr(small, "tried", lambda m: ({"fused": (plan,), "packed": (None,)}, None))
     refused = {building.key(plan, CASE.problem(ROWS)): "the lint refuses it: too few buffers"}
     fields, best = ladder_cases.measure_cell(small, ROWS, _args("--seconds", "1"), refused)

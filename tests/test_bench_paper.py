@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from flashnorm_triton import results
-from flashnorm_triton.bench import paper
+from flashnorm_triton.bench import cases, paper
 
 ROWS = [(table, row) for table in paper.data()["tables"] for row in table["rows"]]
 
@@ -122,6 +124,26 @@ def test_who_is_absent_is_named() -> None:
         "liger_norm+linear": "no capture",
         "flashinfer_norm+linear": "flashinfer-python is not installed",
     }
+
+
+def test_flashinfer_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first call compiles for half a minute: not again at every cell."""
+    calls: list[Any] = []
+
+    def rmsnorm(*tensors: Any) -> None:
+        calls.append(tensors)
+        raise OSError("ninja: build stopped")
+
+    package, norm = ModuleType("flashinfer"), ModuleType("flashinfer.norm")
+    norm.rmsnorm = rmsnorm  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", package)
+    monkeypatch.setitem(sys.modules, "flashinfer.norm", norm)
+    cases._no_flashinfer.cache_clear()
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="FlashInfer's rmsnorm: OSError: ninja: build stop"):
+            cases.flashinfer_norm(torch.ones(2, 64), torch.ones(64))
+    assert len(calls) == 1
+    cases._no_flashinfer.cache_clear()
 
 
 def test_the_budget_keeps_what_is_finished() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Sequence
 
@@ -110,10 +111,24 @@ def liger_norm(x: Tensor, gain: Tensor) -> Tensor:
 
 
 def flashinfer_norm(x: Tensor, gain: Tensor) -> Tensor:
-    """FlashInfer's RMSNorm, imported here as Liger's is."""
+    """FlashInfer's RMSNorm, imported here as Liger's is. It is compiled at its first call, which
+    is tried once a process: RuntimeError says why it cannot be."""
+    if why := _no_flashinfer(x.device):
+        raise RuntimeError(why)
     from flashinfer.norm import rmsnorm
 
     return rmsnorm(x, gain, EPS)
+
+
+@functools.cache
+def _no_flashinfer(device: torch.device) -> str | None:
+    try:
+        from flashinfer.norm import rmsnorm
+
+        rmsnorm(*(torch.ones(shape, device=device).half() for shape in ((2, 64), (64,))), EPS)
+    except Exception as error:
+        return f"FlashInfer's rmsnorm: {type(error).__name__}: {str(error)[-400:]}"
+    return None
 
 
 def warm(cells: Sequence[tuple[Shape, int]], dtype: torch.dtype, *, compiled: bool) -> None:
