@@ -15,7 +15,7 @@ from triton.runtime import driver as triton_driver
 
 from flashnorm_triton import plans, results, tables
 from flashnorm_triton.bench import ablation, accuracy, building, decoders, ladder_cases, rungs
-from flashnorm_triton.bench.contenders import Contender, Loaded, steps_of
+from flashnorm_triton.bench.contenders import Contender, Group, Loaded, steps_of
 from flashnorm_triton.limits import unfit
 from flashnorm_triton.models.norm_only import NormOnly
 from flashnorm_triton.plans import Problem
@@ -266,6 +266,13 @@ def test_waves_have_the_baseline_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all({w.task for w in wave if w.level == "stock"} == {"decode", "generate"}
                for wave in found)  # fmt: skip
     assert {what for wave in found for what in wave} == set(everyone)
+
+
+def test_who_went_down_with_another_answers_nothing() -> None:
+    """Contenders that compile nothing share a process."""
+    gone = ablation.contender(_args(), "tiny", "decode", "stock")
+    group = Group([gone], "cpu")
+    assert group.ask(gone, "ms", 1) is None and group.running([gone]) == []
 
 
 class Together:

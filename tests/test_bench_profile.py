@@ -15,6 +15,7 @@ from flashnorm_triton import patch, results
 from flashnorm_triton.bench import decoders, launch_groups, marks, profile, profiling, quantizing
 from flashnorm_triton.bench.contenders import Contender, Loaded, Steps
 from flashnorm_triton.bench.launch_groups import Launch, group_of
+from flashnorm_triton.models.block.layer import Runner
 
 KERNELS = Path(flashnorm_triton.__file__).parent / "kernels"
 
@@ -122,12 +123,17 @@ def _steps(level: str, quantization: str = "none") -> Steps:
 
 @pytest.mark.parametrize("level", ["stock", "norm", "block"])
 @torch.no_grad()
-def test_a_real_trace_of_a_step(level: str) -> None:
+def test_a_real_trace_of_a_step(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = _steps(level)
+    ran: list[Any] = []
+    run = Runner.run
+    monkeypatch.setattr(Runner, "run", lambda *args: ran.append(args) or run(*args))
     before = {name: dict(m._forward_hooks) for name, m in steps.model.named_modules()}
     fields = profiling.of(steps)
     groups = {group["group"]: group["launches"] for group in fields["groups"]}
     assert fields["norms"] == 5
+    # Marks make no block its layer's own code again; one step before the traced one.
+    assert len(ran) == (4 if level == "block" else 0)
     assert fields["norms_launched"] == (None if level == "block" else 5)
     # q, k, v, o, gate, up and down of two layers and the head; q | k | v and gate | up are one.
     assert groups["matmul"] == {"stock": 15, "norm": 9, "block": 9}[level]

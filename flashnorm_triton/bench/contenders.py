@@ -378,7 +378,9 @@ class Group:
 
     def ask(self, what: Contender, *question: Any) -> Any:
         """One answer of one contender; None, and ``errors`` says why, when it fails."""
-        pipe = self._pipes[what]
+        pipe = self._pipes.get(what)
+        if pipe is None:  # another one of its process has taken it down
+            return None
         pipe.send((what, *question))
         if not pipe.poll(_ANSWER_S):
             self._fail(what, f"no answer in {_ANSWER_S:.0f} s")
