@@ -76,3 +76,17 @@ def test_versions_are_those_of_the_package():
     assert f"Python 3.{least} to 3.{most}" in README
     major, minor = divmod(plans.MIN_CAPABILITY, 10)
     assert re.search(rf"compute capability\s+{major}\.{minor}\b", README)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/patching.md"])
+def test_compiled_blocks_are_told_as_the_last_run_found_them(page):
+    """Once they are timed, the advice to wait goes."""
+    (run,) = (
+        record
+        for record in results.load(FOLDER / "decode.json").records
+        if (record["model"], record["batch"], record["mode"], record["variant"])
+        == ("llama-3.2-1b", 1, "reduce-overhead", "block")
+    )
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    waits = 'patch with `level="norm"` before compiling' in text
+    assert waits == bool(run.get("error"))
