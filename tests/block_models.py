@@ -25,6 +25,11 @@ _SIZES = {
 }
 # Windows shorter than the texts, biases, multipliers, partial and no rotation, one layer of a kind.
 _MIXED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts"), 4),
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 6},
@@ -43,6 +48,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "glm": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "ernie4_5": {"use_bias": True},
+    # Half-blocks: the experts are called as they are. GPT-OSS: sinks, tables of half a width.
+    "mixtral": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "gpt_oss": {**_EXPERTS, **_MIXED},
     # Queries that grow with every fourth token.
     "ministral3": {
         "rope_parameters": {
@@ -66,6 +75,8 @@ def block_model(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomise(model)
     torch.random.set_rng_state(state)
+    if "num_experts_per_tok" in SPECIAL[family]:
+        model.set_experts_implementation("eager")  # which knows float64
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from plan_params import SMALL, plan_name
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashnorm_triton import launch, plans
+from flashnorm_triton import launch, plans, reference
 from flashnorm_triton.checks import ACTIVATIONS
 from flashnorm_triton.ops import norm_linear
 from flashnorm_triton.plans import Plan, Problem
@@ -419,6 +419,17 @@ def test_nan_and_inf_pass_through_the_activation(activation, device):
     inputs.case.x[1, 5] = math.nan
     y = launched(SMALL[1], inputs)
     assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_and_inf_pass_through_plain_torch_too(activation):
+    # Of infinity, torch's own GELU makes what it will.
+    large = math.inf if activation[:4] == "relu" else 1e30
+    x = torch.tensor([[math.nan, 1.0], [large, 1.0], [-2.0, 3.0]])
+    y = reference.finish(x, None, activation)
+    assert y[0, 0].isnan() and y[1, 0] >= large and y[2].isfinite().all()
+    y = reference.finish(x.flip(-1), None, activation, gated=True)
+    assert y[0].isnan() and y[2].isfinite()
 
 
 def test_forms_refuse_what_they_lack(device):

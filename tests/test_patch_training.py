@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -120,6 +121,30 @@ def test_frozen_folded_model_passes_gradients_to_its_input() -> None:
     with pytest.raises(RuntimeError, match="fold=False"):
         gradient()
     handle.revert()
+
+
+def test_gradients_move_with_packed_weights() -> None:
+    """Between backward and the step: every gradient is there, in the new dtype, for its weight."""
+    model, ids = tiny_model("qwen2").train(), token_ids(3, 17)
+    fn.patch(model, fold=False)
+    gradients = _gradients(model, ids)
+    model.double()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == parameter.dtype == torch.float64, name
+        assert torch.equal(parameter.grad, gradients[name].double()), name
+
+
+def test_copies_learn_what_the_model_learns() -> None:
+    model, ids = tiny_model("qwen2").train(), token_ids(3, 17)
+    model.model.layers[0].self_attn.k_proj.requires_grad_(False)
+    fn.patch(model, fold=False)
+    gradients = _gradients(model, ids)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _gradients(twin, ids).keys() == gradients.keys()
+        ours, learns = dict(twin.named_parameters()), dict(model.named_parameters())
+        assert {n: p.requires_grad for n, p in ours.items()} == {
+            n: p.requires_grad for n, p in learns.items()
+        }
 
 
 def test_partly_frozen_linears_get_the_gradients_they_want() -> None:

@@ -88,7 +88,7 @@ def _whole(
     report = _report(model, norms, traits, trace, verdicts)
     if blocks:
         operations = {name: flow.operations for name, flow in trace.flows.items()}
-        found = find_blocks(modules, report.sites, trace.calls, traits, operations)
+        found = find_blocks(modules, report.sites, trace, traits, operations)
         report = replace(report, blocks=found)
     unseen = {name for name in norms if trace.failure or not trace.flows[name].calls}
     if example_inputs is None:

@@ -42,7 +42,8 @@ class Trace:
     ``borrowed`` maps a linear or norm to a foreign module whose code reads its weight. ``failure``
     says why the model could not be followed at all. ``on_meta``: it has no weights in memory.
     ``kinds`` says of each linear what it is (:func:`flashnorm_triton.models.linears.linear_kind`);
-    ``calls`` holds the arguments of the last call of every module that has children.
+    ``calls`` holds the arguments of the last call of every module that has children, ``in_tuples``
+    the modules that returned a tuple.
     """
 
     flows: dict[str, Flow]
@@ -50,6 +51,7 @@ class Trace:
     inputs: dict[str, set[str | None]] = field(default_factory=dict)
     borrowed: dict[str, str] = field(default_factory=dict)
     calls: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    in_tuples: set[str] = field(default_factory=set)
     failure: str | None = None
     on_meta: bool = False
 
@@ -154,6 +156,7 @@ class Tracer:
                 trace.borrowed[moved(path)] = told(trace.borrowed[path])
             for path in [path for path in trace.calls if moved(path) != path]:
                 trace.calls[moved(path)] = trace.calls[path]
+            trace.in_tuples |= {moved(path) for path in trace.in_tuples}
 
     def rehearse(self, sites: Iterable[Rehearsal]) -> str | None:
         """Run with these sites fused; None when every module returns the shapes it did before.
@@ -226,7 +229,7 @@ class Tracer:
         follower, first = self._follower, None
         with follower.looking_away():
             if self._example_inputs is not None:
-                choices = [faked(self._example_inputs), faked(self._example_inputs, is_real)]
+                choices = [faked(self._example_inputs, keep) for keep in (None, is_real)]
             else:
                 choices = list(guesses(self._shadow))
             all_options = options_of(self._shadow, self._example_inputs)
@@ -250,11 +253,11 @@ class Tracer:
         self._stack.clear()
         self._follower.forget()
         self._log, self.failed_at = [], None
-        self.trace.inputs.clear()
-        self.trace.calls.clear()
-        self._follower.borrowed.clear()
-        for name in self.trace.flows:
-            self.trace.flows[name].__init__(name)
+        trace, borrowed = self.trace, self._follower.borrowed
+        for seen in (trace.inputs, trace.calls, trace.in_tuples, borrowed):
+            seen.clear()
+        for name, flow in trace.flows.items():
+            flow.__init__(name)
 
     def _returned(self, output: Any) -> None:
         for key, value in output.items() if isinstance(output, Mapping) else [("", output)]:
@@ -283,8 +286,7 @@ class Tracer:
         self._stack.append(name)
         try:
             if name in self._packed:
-                lead = args[0].shape[:-1]
-                output = args[0].new_empty((*lead, self._packed[name]))
+                output = args[0].new_empty((*args[0].shape[:-1], self._packed[name]))
             elif name in self._passed:
                 output = args[0]
             elif name in self._columns:
@@ -317,6 +319,8 @@ class Tracer:
         if kind is not None and self._fits(module, args, kwargs):
             return self._linear(name, kind, module, args, kwargs, tags)
         output = self._unseen(name, module, forward, args, kwargs, tags)
+        if isinstance(output, tuple):
+            self.trace.in_tuples.add(name)
         for tag in follower.tags_in(output):
             tag.flow.readers.setdefault(name)
             if isinstance(output, Mapping):
@@ -442,5 +446,5 @@ class Tracer:
 
 
 def _first(args: Any, kwargs: Any) -> Tensor | None:
-    values = leaves((args, kwargs))
-    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
+    tensors = (value for value in leaves((args, kwargs)) if isinstance(value, Tensor))
+    return next(filter(Tensor.is_floating_point, tensors), None)

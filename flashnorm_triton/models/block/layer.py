@@ -27,7 +27,7 @@ from flashnorm_triton.models.block.caches import (
 )
 from flashnorm_triton.models.block.gain import Gain
 from flashnorm_triton.models.block.probe import CACHE_NAMES
-from flashnorm_triton.models.block.spec import BlockSpec, NormUse
+from flashnorm_triton.models.block.spec import BlockSpec, MlpSpec, NormUse
 from flashnorm_triton.models.block.tables import ROPES, factors_of, tables_of
 from flashnorm_triton.ops import norm_linear
 
@@ -76,8 +76,9 @@ class Runner:
         attention, mlp = spec.attention, spec.mlp
         get = layer.get_submodule
         self.spec = spec
+        self.whole = isinstance(mlp, MlpSpec)
         self.first, self.second = get(attention.norm), get(mlp.norm)
-        self.output, self.down = get(attention.output), get(mlp.down)
+        self.output, self.down = get(attention.output), get(mlp.down if self.whole else mlp.module)
         self.attention = get(attention.attention)
         self.after = _Added(layer, attention.post), _Added(layer, mlp.post)
         norms = attention.q_norm, attention.k_norm
@@ -113,10 +114,12 @@ class Runner:
             - {spec.cache, spec.mask, spec.angles}
             - passes
         )
-        inside = [module for module in layer.modules() if module is not layer]
+        self.inside = tuple(module for module in layer.modules() if module is not layer)
+        # What is called as a module is its own affair, with all that is inside it.
+        called = set() if self.whole else {*self.down.modules(), *self.second.modules()}
+        inside = [module for module in self.inside if module not in called]
         holders = [layer, *(module for module in inside if module._modules)]
         self.tables = [(m._modules, list(m._modules.values())) for m in holders]
-        self.inside = tuple(inside)
         # The others have accelerate's hooks, which move inputs to where they are already.
         self.bare = tuple(module for module in inside if "forward" not in vars(module))
         self._attributes: tuple[dict[str, Any], ...] | None = None
@@ -167,13 +170,22 @@ class Runner:
         for attributes in self._attributes:
             if "forward" in attributes:
                 return False
-        return not (self.first.site.scattered or self.second.site.scattered)
+        return not (self.first.site.scattered or (self.whole and self.second.site.scattered))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_attributes": None}
 
     def run(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The block of hidden states ``x`` (B, T, K), with the layer's arguments by name."""
+        x, half = self.first_half(x, kwargs), self.spec.mlp
+        if self.whole:
+            inner = _normed(self.second, x, half.activation, half.gated)
+            return self.after[1](self.down, inner, x, half.scale)
+        inner = self.down(self.second(x))
+        return self.after[1].sum(inner[0] if half.in_tuple else inner, x, half.scale)
+
+    def first_half(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """``x`` (B, T, K) with what its attention adds; takes the arguments out of ``kwargs``."""
         spec = self.spec
         mask = kwargs.pop(spec.mask, None)
         angles = kwargs.pop(spec.angles, None)
@@ -193,11 +205,10 @@ class Runner:
             scale = self.constants.get("scaling") or q.shape[-1] ** -0.5
             mixed = attention.grouped_attention(q, k, v, mask, scale)
         else:
-            mixed = interface(self.attention, q, k, v, mask, **self.constants, **kwargs)[0]
-        x = self.after[0](self.output, mixed.reshape(*x.shape[:-1], -1), x, half.scale)
-        half = spec.mlp
-        inner = _normed(self.second, x, half.activation, half.gated)
-        return self.after[1](self.down, inner, x, half.scale)
+            own = {name: self.attention._parameters[key] for name, key in half.owned}
+            given = {**self.constants, **own}
+            mixed = interface(self.attention, q, k, v, mask, **given, **kwargs)[0]
+        return self.after[0](self.output, mixed.reshape(*x.shape[:-1], -1), x, half.scale)
 
     def _heads(
         self, qkv: Tensor, angles: Any, cache: Any, kwargs: dict[str, Any]
@@ -259,7 +270,13 @@ class _Added:
         weight, bias = last._parameters["weight"], last._parameters["bias"]
         if self.gain is None:
             return linear(x, weight, bias, residual=residual, scale=scale)
-        inner, gain = linear(x, weight, bias), self.gain
+        return self.sum(linear(x, weight, bias), residual, scale)
+
+    def sum(self, inner: Tensor, residual: Tensor, scale: float) -> Tensor:
+        """The same of what the last module has given."""
+        if self.gain is None:
+            return torch.add(residual, inner, alpha=scale)
+        gain = self.gain
         return add_rms_norm(inner, residual, gain.eps, gain.weight, one_plus=gain.one_plus)
 
 

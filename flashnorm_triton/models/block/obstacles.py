@@ -15,13 +15,20 @@ from flashnorm_triton.models.shadow import HOOK_TABLES
 _CAPTURING = "transformers.utils.output_capturing"
 
 
-def obstacle_to(path: str, layer: nn.Module, sites: Iterable[SiteReport]) -> str | None:
-    """Why the layer at ``path`` must run module by module, or None."""
+def obstacle_to(
+    path: str, layer: nn.Module, sites: Iterable[SiteReport], rest: str | None = None
+) -> str | None:
+    """Why the layer at ``path`` must run module by module, or None.
+
+    ``sites`` are its packed ones, ``rest`` a child that a block calls as it is.
+    """
     for site in sites:
         if site.kind != "rms":
             return f"{site.norm} is a norm of kind {site.kind!r}"
     devices = set()
     for name, module in layer.named_modules():
+        if rest is not None and (name == rest or name.startswith(f"{rest}.")):
+            continue
         told = f"{path}.{name}" if name else path
         if hasattr(module, HOOK):
             if not only_moves_inputs(module):

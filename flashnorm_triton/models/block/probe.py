@@ -36,7 +36,8 @@ class Unproven(Exception):
 
 @dataclass
 class Event:
-    """One call of something with weights or state: ``kind`` is norm, linear, update or attention.
+    """One call of something with weights or state: ``kind`` is norm, linear, update, attention, or
+    rest: a module that a block calls as it is.
 
     ``given`` and ``gave`` are copies of the tensors at that time; ``args`` and ``kwargs`` what came
     beside them.
@@ -55,7 +56,8 @@ class Run:
     """One forward of the double: its input, the arguments by name, what happened, its output.
 
     ``launches`` counts the tensors that the layer's own code has made between the events;
-    ``growth`` are the numbers of ``tables.growth`` that its config names, if it does.
+    ``growth`` are the numbers of ``tables.growth`` that its config names, if it does; ``rest`` and
+    ``in_tuple`` what the probe was told.
     """
 
     x: Tensor
@@ -64,6 +66,8 @@ class Run:
     output: Tensor
     launches: int
     growth: tuple[float, float] | None = None
+    rest: str | None = None
+    in_tuple: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,13 +125,25 @@ class Passed:
     """A value that a layer may only hand on."""
 
 
+@dataclass(frozen=True)
+class Owned:
+    """In the place of a parameter that a module hands to its attention: the parameter's name."""
+
+    name: str
+
+
 class Probe:
     """The double of one layer, ready to run. The layer is only read.
+
+    ``rest`` names a module that is not looked into; it returns what it is given the size of, alone
+    or, ``in_tuple``, with something that may only be handed on.
 
     Raises Unproven for a layer that holds modules with weights of another kind.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, rest: str | None = None, in_tuple: bool = False) -> None:
+        self._rest, self._in_tuple = rest, in_tuple
+        self._loose: dict[str, str] = {}
         self._double: nn.Module | None = make_shadow(layer, SharedFakes())
         self._events: list[Event] = []
         self._quiet = False
@@ -155,13 +171,19 @@ class Probe:
         self._width = linear_sizes(layer.get_submodule(first))[0]
 
     def _watch(self, name: str, module: nn.Module, kind: str | None) -> None:
-        if is_candidate(module):
+        if name == self._rest:
+            module.forward = _Leaf(self, "rest", name, None, self._in_tuple)
+        elif self._rest is not None and name.startswith(f"{self._rest}."):
+            return
+        elif is_candidate(module):
             module.forward = _Leaf(self, "norm", name, None)
         elif kind == LINEAR:
             module.forward = _Leaf(self, "linear", name, linear_sizes(module))
         elif module._parameters or module._buffers:
-            label = type(module).__name__
-            raise Unproven(f"{name or 'it'} ({label}) has weights or buffers of its own")
+            told = f"{name or 'it'} ({type(module).__name__}) has weights or buffers of its own"
+            if module._buffers:
+                raise Unproven(told)
+            self._loose[name] = told  # unless all of them go to the attention as they are
 
     def run(self, call: CallShape, batch: int, tokens: int, cached: bool, scale: float) -> Run:
         """One forward in evaluation mode over random rows of size ``scale``.
@@ -183,13 +205,18 @@ class Probe:
                 raise Unproven(f"its code fails on a probe: {type(error).__name__}: {text}") from (
                     error
                 )
+        handed = {e.name: _owned(e.kwargs) for e in self._events if e.kind == "attention"}
+        for name, told in self._loose.items():
+            if handed.get(name) != set(self._double.get_submodule(name)._parameters):
+                raise Unproven(told)
         if self._asked:
             raise Unproven(f"its code asks for the attention implementation in {self._asked[0]}")
         if not isinstance(output, Tensor):
             raise Unproven("it does not return one tensor")
         if not torch.equal(x, before):
             raise Unproven("it changes its input in place")
-        return Run(x, arguments, self._events, output, self._launches, self._growth)
+        more = self._growth, self._rest, self._in_tuple
+        return Run(x, arguments, self._events, output, self._launches, *more)
 
     def close(self) -> None:
         """Let go of the double and of all copies: they hold one another, and would wait for gc."""
@@ -236,8 +263,14 @@ class Probe:
         output = self.random(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         self._quiet = False
         name = next(n for n, m in self._double.named_modules() if m is module)
-        self.note("attention", name, args[:3], (output,), args[3:], dict(kwargs))
+        names = {id(weight): key for key, weight in module._parameters.items()}
+        kwargs = {n: Owned(names[id(v)]) if id(v) in names else v for n, v in kwargs.items()}
+        self.note("attention", name, args[:3], (output,), args[3:], kwargs)
         return output, None
+
+
+def _owned(kwargs: Mapping[str, Any]) -> set[str]:
+    return {value.name for value in kwargs.values() if isinstance(value, Owned)}
 
 
 def _growth(config: Any) -> tuple[float, float] | None:
@@ -249,12 +282,20 @@ def _growth(config: Any) -> tuple[float, float] | None:
 
 
 class _Leaf:
-    """In the place of a norm's or a linear's forward."""
+    """In the place of the forward of a norm, a linear or the rest."""
 
-    def __init__(self, probe: Probe, kind: str, name: str, sizes: tuple[int, int] | None) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        kind: str,
+        name: str,
+        sizes: tuple[int, int] | None,
+        in_tuple: bool = False,
+    ) -> None:
         self.probe, self.kind, self.name, self.sizes = probe, kind, name, sizes
+        self.in_tuple = in_tuple
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
             raise Unproven(f"{self.name} is not called with one positional argument")
         (x,), probe = args, self.probe
@@ -264,7 +305,7 @@ class _Leaf:
         probe._quiet = True
         output = probe.random(*x.shape[:-1], last)
         probe.note(self.kind, self.name, (x,), (output,))
-        return output
+        return (output, Passed()) if self.in_tuple else output
 
 
 class _Cache:

@@ -17,8 +17,21 @@ from torch import Tensor, nn
 from flashnorm_triton import reference
 from flashnorm_triton.block_reference import Layout, rotary_heads
 from flashnorm_triton.checks import ACTIVATIONS
-from flashnorm_triton.models.block.probe import CallShape, Event, Probe, Run, Unproven
-from flashnorm_triton.models.block.spec import AttentionSpec, BlockSpec, MlpSpec, NormUse
+from flashnorm_triton.models.block.probe import (
+    CallShape,
+    Event,
+    Owned,
+    Probe,
+    Run,
+    Unproven,
+)
+from flashnorm_triton.models.block.spec import (
+    AttentionSpec,
+    BlockSpec,
+    MlpSpec,
+    NormUse,
+    RestSpec,
+)
 from flashnorm_triton.models.block.tables import ROPES, growth, rewritten
 from flashnorm_triton.models.norms import NormTraits
 
@@ -36,16 +49,20 @@ def prove(
     traits: Mapping[str, NormTraits],
     columns: Mapping[str, Any],
     like: tuple[BlockSpec, int] | None = None,
+    rest: str | None = None,
+    in_tuple: bool = False,
 ) -> tuple[BlockSpec, int]:
     """The spec of ``layer``, and how many launches its own code makes in a decode step.
 
     ``traits`` are those of its norms and ``columns`` the names of the linears that each packed norm
     feeds, in the packed order, by paths relative to the layer. ``like`` is what was found of
     another layer with equal attributes: where this one does the same in one run, it is as proven.
+    ``rest`` names the module, a child of the layer, that its second half calls as it is; what it
+    returns is the first of several things if ``in_tuple``.
 
     Raises Unproven, with the reason, for a layer that is not a block.
     """
-    probe = Probe(layer)
+    probe = Probe(layer, rest, in_tuple)
     try:
         return _prove(probe, call, traits, columns, like)
     finally:
@@ -106,7 +123,8 @@ class _Reading:
     ) -> None:
         self.run, self.call, self.traits, self.columns = run, call, traits, columns
         # Of large numbers, activations differ by less than rounding: the known one comes first.
-        self.likely = known.mlp.activation if known is not None else None
+        whole = known is not None and isinstance(known.mlp, MlpSpec)
+        self.likely = known.mlp.activation if whole else None
 
     def spec(self, cached: bool) -> BlockSpec:
         events = self.run.events
@@ -117,7 +135,8 @@ class _Reading:
         attention, x = self._attention(events[:middle], events[middle], cached)
         output, post, x, scale, rest = self._added(events[middle + 1 :], self.run.x, self._heads)
         attention = replace(attention, output=output, post=post, scale=scale)
-        mlp = self._mlp(rest, x)
+        whole = self.run.rest is None
+        mlp = self._mlp(rest, x) if whole else self._own_half(rest, x)
         call = self.call
         return BlockSpec(call.cache, call.mask, call.angles, call.rotary, attention, mlp)
 
@@ -233,10 +252,12 @@ class _Reading:
         mask = arguments.get(self.call.mask) if self.call.mask else None
         if len(event.args) != 1 or event.args[0] is not mask:
             raise Unproven("its attention is not given the mask that the layer is given")
-        constants, passes = [], []
+        constants, owned, passes = [], [], []
         for name, value in event.kwargs.items():
             if name in arguments and value is arguments[name] and value is not None:
                 passes.append(name)
+            elif isinstance(value, Owned):
+                owned.append((name, value.name))
             elif isinstance(value, (int, float, str, bool, type(None))):
                 constants.append((name, value))
             else:
@@ -248,6 +269,7 @@ class _Reading:
             raise Unproven("it makes another argument of one that it is given")
         return {
             "constants": tuple(constants),
+            "owned": tuple(owned),
             "passes": tuple(sorted(set(passes) - {_EXTRA})),
             **self._update_kwargs(updates, set(passes), dict(constants)),
         }
@@ -274,11 +296,11 @@ class _Reading:
         raise Unproven("its cache is given more than keys and values")
 
     def _added(
-        self, events: list[Event], x: Tensor, fed: Tensor
+        self, events: list[Event], x: Tensor, fed: Tensor, kind: str = "linear"
     ) -> tuple[str, NormUse | None, Tensor, float, list[Event]]:
         """A linear of ``fed``, [its norm], times a number, added to ``x``: names and the sum."""
-        if not events or events[0].kind != "linear" or not _same(events[0].given[0], fed):
-            raise Unproven("what it adds is not one linear of what comes before")
+        if not events or events[0].kind != kind or not _same(events[0].given[0], fed):
+            raise Unproven(f"what it adds is not one {kind} of what comes before")
         linear, post = events[0], None
         added, rest = linear.gave[0], events[1:]
         if rest and rest[0].kind == "norm" and _same(rest[0].given[0], added):
@@ -288,11 +310,21 @@ class _Reading:
             raise Unproven("its residual is not its input")
         scale = float(((total - x) * added).sum() / added.square().sum())
         scale = float(f"{scale:.10g}")
-        if not _same(x + scale * added, total):
+        if not scale or not _same(x + scale * added, total):
             raise Unproven("its residual is not its input")
         if post is not None and scale != 1.0:
             raise Unproven("it scales what it norms before adding it")
         return linear.name, post, total, scale, rest
+
+    def _own_half(self, events: list[Event], x: Tensor) -> RestSpec:
+        """A norm of ``x``, a module of the layer's own that reads it, and the sum."""
+        if not events or events[0].kind != "norm" or not _same(events[0].given[0], x):
+            raise Unproven("its second half does not begin with a norm of the sum before it")
+        fed = events[0].gave[0]
+        module, post, total, scale, rest = self._added(events[1:], x, fed, "rest")
+        if rest or not _same(total, self.run.output):
+            raise Unproven("it does more than a block after its last module")
+        return RestSpec(events[0].name, module, self.run.in_tuple, post, scale)
 
     def _mlp(self, events: list[Event], x: Tensor) -> MlpSpec:
         norm = self._packed_norm(events[:1], x)
