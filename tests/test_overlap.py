@@ -73,6 +73,9 @@ def test_rows_too_far_apart_for_the_library_are_copied(stride, copies, monkeypat
     family = overlap.Overlap(OVERLAP, Problem("float32", 5, 24, 64), 64)
     y = family.bind(Geometry(5, stride, (5,), -1), 1e-6)(x, w, None, None)
     assert given == [copies] and torch.allclose(y, x @ w.T, atol=1e-4)
+    # So many rows that lie close are far from first to last as well: the library takes a matrix.
+    run = family.bind(Geometry(5, stride, (5, 1), -1), 1e-6)
+    assert torch.equal(run(x.reshape(5, 1, 64), w, None, None), y[:, None])
 
 
 def test_it_is_a_candidate_and_has_a_name():

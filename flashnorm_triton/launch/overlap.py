@@ -64,7 +64,8 @@ class Overlap:
             with join:
                 with join.beside():
                     stats(x, s, mean)
-                z = product(x.contiguous() if far else x if x.dim() == 2 else x.view(rows), w)
+                near = x.contiguous() if far else x
+                z = product(near if near.dim() == 2 else near.view(rows), w)
             return scale(z, s, mean, bias, row_sums, residual, output(x))
 
         return run
