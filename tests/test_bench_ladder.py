@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +267,9 @@ def test_waves_have_the_baseline_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all({w.task for w in wave if w.level == "stock"} == {"decode", "generate"}
                for wave in found)  # fmt: skip
     assert {what for wave in found for what in wave} == set(everyone)
+    # A compiled contender has a process, and so a model, of its own.
+    many = [replace(w, mode=mode) for w in everyone[::2] for mode in ("graph", "compiled")]
+    assert [len(wave) for wave in ladder_cases.waves(many, "cuda")] == [4] * 7
 
 
 def test_who_went_down_with_another_answers_nothing() -> None:

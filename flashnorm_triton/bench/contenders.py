@@ -58,6 +58,11 @@ class Contender:
         return f"{self.model} batch {self.batch} {self.level} {self.mode}{told}"
 
     @property
+    def compiles(self) -> bool:
+        """Whether it is compiled, in a process of its own."""
+        return self.mode in _COMPILER
+
+    @property
     def setup(self) -> tuple[Any, ...]:
         """What contenders that share a process have in common."""
         return self.model, self.level, self.dtype, self.quantization, self.plans
@@ -314,8 +319,8 @@ class Group:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
         lock = None if self.cached else multiprocessing.get_context("spawn").Lock()
         hosts: dict[Any, list[Contender]] = {}
-        for what in sorted(self.contenders, key=lambda what: what.mode in _COMPILER):
-            hosts.setdefault(what if what.mode in _COMPILER else what.setup, []).append(what)
+        for what in sorted(self.contenders, key=lambda what: what.compiles):
+            hosts.setdefault(what if what.compiles else what.setup, []).append(what)
         for sharing in hosts.values():
             self._start(sharing, lock if sharing[0].mode == "max-autotune" else None)
         self.log(f"{len(self.contenders)} contenders start in {len(hosts)} processes")

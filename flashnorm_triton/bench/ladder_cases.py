@@ -269,16 +269,23 @@ class HostBackend:
 
 def waves(everyone: Sequence[Contender], device: str) -> list[list[Contender]]:
     """Contenders that are there at the same time, by their set-up: those of the first, the
-    baseline, in every wave, and as many more as the GPU's memory holds."""
-    setups = list(dict.fromkeys(what.setup for what in everyone))
-    if not setups:
+    baseline, in every wave, and as many more as the GPU's memory holds, a model a process."""
+    models: dict[Any, set[Any]] = {}
+    for what in everyone:
+        models.setdefault(what.setup, set()).add(what if what.compiles else None)
+    if not models:
         return []
-    most = len(setups)
+    most = float("inf")
     if device == "cuda":
         meta = decoders.make(everyone[0].model, "meta")
         weights = sum(p.numel() for p in set(meta.parameters())) * 2
         free, _ = torch.cuda.mem_get_info()
-        most = int(0.9 * free / (_ROOM * weights + _CONTEXT_BYTES))
-    first, others, beside = setups[0], setups[1:], max(1, most - 1)
-    groups = [others[at : at + beside] for at in range(0, len(others), beside)] or [[]]
+        most = 0.9 * free / (_ROOM * weights + _CONTEXT_BYTES)
+    first, *others = models
+    groups: list[list[Any]] = [[]]
+    for setup in others:
+        there = sum(len(models[one]) for one in (first, *groups[-1], setup))
+        if groups[-1] and there > most:
+            groups.append([])
+        groups[-1].append(setup)
     return [[what for what in everyone if what.setup in (first, *group)] for group in groups]
