@@ -79,7 +79,7 @@ class Made:
 
 def test_one_command_gives_a_folder_a_table_and_pictures(gpu, monkeypatch):
     op, decode = Made(monkeypatch, "norm_linear"), Made(monkeypatch, "decode")
-    done = call("--what", "op,decode", "--budget", "90")
+    done = call("--what", "op,decode", "--budget", "9000")
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in gpu.iterdir()) == [
         "bench.log", "decode.json", "norm_linear.json",
@@ -97,7 +97,7 @@ def test_one_command_gives_a_folder_a_table_and_pictures(gpu, monkeypatch):
         gpu.relative_to(gpu.parents[1])
     )
     budgets = [float(a[a.index("--budget") + 1]) for a in (op.argv[0], decode.argv[0])]
-    assert 55 < budgets[0] <= 60 < 85 < budgets[1] <= 90  # what op leaves goes to decode
+    assert 5500 < budgets[0] <= 6000 < 8500 < budgets[1] <= 9000  # what op leaves goes to decode
 
 
 def test_when_the_time_is_up_what_is_left_is_told(gpu, monkeypatch):
