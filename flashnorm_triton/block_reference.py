@@ -42,8 +42,9 @@ def linear(
     z = functional.linear(x, weight, bias)
     if residual is None and scale == 1.0:
         return z
-    wide = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
-    return (wide if residual is None else wide + residual).to(z.dtype)
+    wide = z.to(torch.promote_types(z.dtype, torch.float32))
+    wide = wide * scale if residual is None else torch.add(residual, wide, alpha=scale)
+    return wide.to(z.dtype)
 
 
 def add_rms_norm(
@@ -93,11 +94,13 @@ def _head(
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Pairs of the first R columns turned by their angles; the columns beyond stay."""
-    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x[..., :width]
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
         across = torch.stack((-second, first), dim=-1).flatten(-2)
     else:
         first, second = turned.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
-    return torch.cat((turned * cos + across * sin, rest), dim=-1)
+    turned = turned * cos + across * sin
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), dim=-1)

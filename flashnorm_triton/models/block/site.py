@@ -104,7 +104,7 @@ class _Seen(Exception):
 
 
 def _given(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """What ``forward`` of these calls ``module`` with. Raises RuntimeError if it does not."""
+    """What ``forward`` of these calls ``module`` with; it must."""
     seen: list[Tensor] = []
 
     def look(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -118,7 +118,7 @@ def _given(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs:
         return seen[0]
     finally:
         handle.remove()
-    raise RuntimeError("the module was not called")
+    raise AssertionError("the module was not called")
 
 
 @contextmanager
