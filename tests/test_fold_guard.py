@@ -363,6 +363,34 @@ def test_a_failure_stops_the_other_shards(
     assert next(writes) < 20
 
 
+def test_an_interrupt_while_a_thread_is_started(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool does not know that thread then; it is waited for all the same."""
+    real, submit, writes = passing.write_all, passing.ThreadPoolExecutor.submit, []
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.02)
+        writes.append(1)
+        real(*arguments)
+
+    def interrupted(pool: Any, *arguments: Any) -> None:
+        submit(pool, *arguments)
+        pool._threads.clear()
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(passing, "write_all", slow)
+    monkeypatch.setattr(passing.ThreadPoolExecutor, "submit", interrupted)
+    before = state(source)
+    with pytest.raises(KeyboardInterrupt):
+        fn.fold_checkpoint(source, tmp_path / "dst", progress=False)
+    count = len(writes)
+    time.sleep(0.2)
+    assert len(writes) == count > 0
+    assert state(source) == before and [one.name for one in tmp_path.iterdir()] == ["src"]
+
+
 def test_a_source_that_changes_meanwhile(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

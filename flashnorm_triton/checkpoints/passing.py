@@ -143,8 +143,9 @@ class Team:
 
     def __init__(self, algorithm: str, advance: Callable[[int], object]) -> None:
         self._algorithm, self._advance = algorithm, advance
-        self._choosing = threading.Lock()
-        self._stopped = threading.Event()
+        self._choosing = threading.Condition()
+        self._stopped = False
+        self._at_work = 0
 
     def run(self, passes: Mapping[str, Pass]) -> dict[str, str]:
         """Do them all; the sources' hashes, by the names given.
@@ -156,45 +157,66 @@ class Team:
         # One thread for each: torch's own would wait for each other longer than they work.
         threads = torch.get_num_threads()
         pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
-        with pool:
+        try:
             futures = [pool.submit(self._member, waiting, running) for _ in range(count)]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            except BaseException:
-                self._stopped.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-            finally:
-                torch.set_num_threads(threads)  # what threads that start later take over
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            self._stop()
+            raise
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+            torch.set_num_threads(threads)  # what threads that start later take over
         return {name: one.hash for name, one in passes.items()}
 
+    def _stop(self) -> None:
+        """Wait until nobody works any more. The pool may not know all of its threads: an interrupt
+        can come while it starts one."""
+        with self._choosing:
+            self._stopped = True
+            self._choosing.wait_for(lambda: self._at_work == 0)
+
     def _member(self, waiting: list[Pass], running: list[Pass]) -> None:
-        while True:
-            with self._choosing:
-                if waiting:
-                    mine = waiting.pop(0)
-                    mine.open(self._algorithm)
-                    running.append(mine)
-                else:
-                    open_ones = [one for one in running if not one.over]
-                    if not open_ones:
-                        return
-                    mine = min(open_ones, key=lambda one: one.members)
-                mine.members += 1
+        while (mine := self._join(waiting, running)) is not None:
             whole = False
             try:
                 mine.work(self._told)
                 whole = True
             finally:
-                with self._choosing:
-                    mine.members -= 1
-                    last = mine.members == 0
-                if last:
-                    mine.close(whole)
+                self._leave(mine, whole)
+
+    def _join(self, waiting: list[Pass], running: list[Pass]) -> Pass | None:
+        """A file to work on: one that nobody has begun, else the one with the fewest at work."""
+        with self._choosing:
+            if self._stopped:
+                return None
+            if waiting:
+                mine = waiting.pop(0)
+                mine.open(self._algorithm)
+                running.append(mine)
+            else:
+                unfinished = [one for one in running if not one.over]
+                if not unfinished:
+                    return None
+                mine = min(unfinished, key=lambda one: one.members)
+            mine.members += 1
+            self._at_work += 1
+            return mine
+
+    def _leave(self, mine: Pass, whole: bool) -> None:
+        with self._choosing:
+            mine.members -= 1
+            last = mine.members == 0
+        try:
+            if last:
+                mine.close(whole)
+        finally:
+            with self._choosing:
+                self._at_work -= 1
+                self._choosing.notify_all()
 
     def _told(self, count: int) -> None:
-        if self._stopped.is_set():
+        if self._stopped:
             raise InterruptedError("another shard failed")
         self._advance(count)
 
