@@ -50,11 +50,12 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: floa
 
     Returns (B, 1, heads, D) contiguous: what an attention function of transformers returns.
     """
-    if mask.dtype == torch.bool:
-        mask = _added(mask, q.dtype)
-    elif mask.dtype != q.dtype:
-        mask = mask.to(q.dtype)
-    return torch.ops.flashnorm.grouped_attention(q, k, v, mask, scale)
+    return torch.ops.flashnorm.grouped_attention(q, k, v, numbers(mask, q.dtype), scale)
+
+
+def numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask as what is added to a product of ``dtype``; itself where it is that already."""
+    return _added(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype)
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

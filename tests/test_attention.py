@@ -117,6 +117,8 @@ def test_a_model_takes_it_for_static_caches_alone(monkeypatch: pytest.MonkeyPatc
         return found
 
     monkeypatch.setattr(attention, "serves", serves)
+    made, added = [], attention._added
+    monkeypatch.setattr(attention, "_added", lambda *given: made.append(1) or added(*given))
     tokens = torch.randint(1, 97, (2, 12))
     padding = torch.ones(2, 12, dtype=torch.long)
     padding[0, :3] = 0
@@ -137,4 +139,7 @@ def test_a_model_takes_it_for_static_caches_alone(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
         # The first call finds no cache yet to write into.
         assert asked == ([True] * 8 if static else [])
+        # Both layers of a step see through the same mask, which is made into numbers once.
+        assert len(made) == (4 if static else 0)
         asked.clear()
+        made.clear()

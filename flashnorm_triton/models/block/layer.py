@@ -28,7 +28,7 @@ from flashnorm_triton.models.block.caches import (
 from flashnorm_triton.models.block.gain import Gain
 from flashnorm_triton.models.block.probe import CACHE_NAMES
 from flashnorm_triton.models.block.spec import BlockSpec, MlpSpec, NormUse
-from flashnorm_triton.models.block.tables import ROPES, factors_of, tables_of
+from flashnorm_triton.models.block.tables import ROPES, factors_of, numbers_of, tables_of
 from flashnorm_triton.ops import norm_linear
 
 _CAPTURING = "transformers.utils.output_capturing"
@@ -203,7 +203,8 @@ class Runner:
             and _SDPA_READS.isdisjoint(self.constants.keys() | kwargs.keys())
         ):
             scale = self.constants.get("scaling") or q.shape[-1] ** -0.5
-            mixed = attention.grouped_attention(q, k, v, mask, scale)
+            added = numbers_of(self, q.dtype, mask)
+            mixed = attention.grouped_attention(q, k, v, added, scale)
         else:
             own = {name: self.attention._parameters[key] for name, key in half.owned}
             given = {**self.constants, **own}

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashnorm_triton import attention
+
 # By name: whether partners are neighbours, and what the model's cosines and sines are made into.
 ROPES: dict[str, tuple[bool, Callable[[Tensor], Tensor] | None]] = {
     "half": (False, None),
@@ -48,7 +50,7 @@ class OnceAStep:
 
     What was made is used again for the very same tensors, unchanged, and only once by each asker:
     who asks for the second time is in another step, whatever has become of the tensors meanwhile.
-    Kept for each thread. A compiled graph makes it where it is used, and its compiler shares it.
+    Kept for each thread. A compiled graph makes it where it is used.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -75,4 +77,5 @@ class OnceAStep:
 
 
 tables_of = OnceAStep(lambda rope, cos, sin: rewritten(rope, (cos, sin)))
+numbers_of = OnceAStep(lambda dtype, mask: attention.numbers(mask, dtype))
 factors_of = OnceAStep(lambda key, positions: growth(positions, *key[:2]).to(key[2]))
