@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import site
@@ -13,6 +12,7 @@ import textwrap
 import venv
 import zipfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,11 @@ SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sdist, and the wheel that was built from it."""
-    for module in ("build", "setuptools", "pip"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"building a wheel needs {module} in this environment")
+    for name in ("build", "setuptools", "pip"):
+        try:  # not find_spec: looking for pip so takes setuptools' distutils from this process
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            pytest.skip(f"building a wheel needs {name} in this environment")
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     # A copy: setuptools leaves its build folders beside the sources.
     trees = [*(ROOT / "flashnorm_triton").rglob("*"), *RESULTS.rglob("*")]
