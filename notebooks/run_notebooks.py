@@ -11,6 +11,7 @@ print: a second run on the same machine writes the same bytes. Needs the extra `
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import sys
 import time
@@ -30,6 +31,8 @@ from nbformat import NotebookNode
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 CELL_SECONDS = 300
+GPU = "gpu"
+"""The one piece of metadata that is kept: the GPU that a notebook was executed on, or nothing."""
 
 
 def notebooks() -> list[Path]:
@@ -79,7 +82,17 @@ class Kernel:
         runner.reset_execution_trackers()
         for index, cell in enumerate(node.cells):
             runner.execute_cell(cell, index)
+        node.metadata = NotebookNode({GPU: self._gpu()})
         return tidy(node)
+
+    def _gpu(self) -> str:
+        asked = "torch.cuda.get_device_name() if torch.cuda.is_available() else ''"
+        reply = self._client.execute(
+            "", silent=True, user_expressions={GPU: asked}, reply=True, timeout=CELL_SECONDS
+        )
+        told = reply["content"]["user_expressions"][GPU]
+        # A notebook without torch has asked nothing of a GPU.
+        return ast.literal_eval(told["data"]["text/plain"]) if told["status"] == "ok" else ""
 
 
 @contextmanager
@@ -104,7 +117,7 @@ def kernel() -> Iterator[Kernel]:
 
 def tidy(node: NotebookNode) -> NotebookNode:
     """The notebook without what changes from run to run: ids and counters by position, streams
-    that were cut in pieces joined, no metadata but tags."""
+    that were cut in pieces joined, no metadata but tags and the GPU."""
     count = 0
     for index, cell in enumerate(node.cells):
         tags = cell.metadata.get("tags")
@@ -121,6 +134,7 @@ def tidy(node: NotebookNode) -> NotebookNode:
     node.metadata = NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
         language_info={"name": "python"},
+        **{GPU: node.metadata.get(GPU, "")},
     )
     return node
 
