@@ -199,8 +199,8 @@ def test_links_and_commands(path: Path) -> None:
 def test_one_that_fails_is_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sources = {"1_right": "print(6 * 7)", "2_wrong": "print(1)\nraise KeyError('lost')"}
-    sources["3_after"] = "print('sources' in globals(), end='')\nprint(' still')"
+    sources = {"1_right": "kept = 42\nprint(kept)", "2_wrong": "print(1)\nraise KeyError('lost')"}
+    sources["3_after"] = "print('kept' in globals(), end='')\nprint(' still')"
     for name, source in sources.items():
         node = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source, id="some")])
         nbformat.write(node, tmp_path / f"{name}.ipynb")
