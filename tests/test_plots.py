@@ -151,7 +151,7 @@ def test_bars_of_generate_say_speed_ratio_band_and_what_is_missing():
     assert [patch.get_width() for patch in ax.patches] == [40.0, 60.0, 300.0]
     assert list(ax.get_lines()[0].get_xdata()) == [20.0, 50.0]  # 40 · 25 ms / (50, 20) ms
     text = texts(figure)
-    assert "60, 300 kernels" in text and "1.50x stock eager" in text
+    assert "60 tok/s, 300 kernels" in text and "1.50x stock eager" in text
     assert "not reported: disagrees" in text
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels == ["stock  eager", "patched  eager", "stock  compiled", "patched  compiled"]

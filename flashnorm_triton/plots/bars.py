@@ -73,7 +73,7 @@ def generate(sources: Sequence[Source]) -> Figure:
     made, axes = _stack(panels)
     for ax, ((model, batch, prompt, new, dtype), rows) in zip(axes, panels.items(), strict=True):
         _panel(
-            ax, sources, rows, "tokens_per_s", lambda r: f"{r['tokens_per_s']:.0f}",
+            ax, sources, rows, "tokens_per_s", lambda r: f"{r['tokens_per_s']:.0f} tok/s",
             lambda r, _: {r["mode"]: r["speedup"]} if r.get("speedup") else {},
         )  # fmt: skip
         call = f", batch {batch}, {prompt} + {new} tokens" if prompt else ""
