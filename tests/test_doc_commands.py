@@ -53,6 +53,7 @@ OTHERS = {
     "./run": "tests/test_run_script.py",
     "./run help": "tests/test_run_script.py",
     "./run lint": "CI",
+    "./run notebooks": "tests/test_notebooks.py",
     "./run notebooks 1 4 --out out": "tests/test_notebooks.py",
     "./run test": "this is it",
     "./run gpu-test": "a GPU; tests/test_run_script.py: its refusal without one",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,7 +65,12 @@ def test_a_broken_link_is_seen() -> None:
     assert anchors(text) == {"a-head-here"}
 
 
-def test_the_packages_page_has_no_relative_links() -> None:
+def test_the_packages_page_has_no_relative_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    # setuptools cannot be imported after distutils, which another test may have been.
+    stand_in = SimpleNamespace(setup=None, build_py=object)
+    monkeypatch.setitem(sys.modules, "setuptools", stand_in)
+    monkeypatch.setitem(sys.modules, "setuptools.command", stand_in)
+    monkeypatch.setitem(sys.modules, "setuptools.command.build_py", stand_in)
     spec = importlib.util.spec_from_file_location("setup_script", ROOT / "setup.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
