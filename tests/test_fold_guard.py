@@ -288,6 +288,20 @@ def test_an_error_or_interrupt_at_any_point_leaves_nothing(
             refused(source, tmp_path / "dst", "no space left")
 
 
+def test_nobody_joins_a_file_that_has_failed() -> None:
+    """Its files are closed, so that a thread that joined would fail of that, and be heard first."""
+    one = passing.Pass(Path("a"), Path("b"), b"", 0, ())
+    team = passing.Team("sha256", lambda count: None)
+    for whole, expected in ((True, one), (False, None)):
+        assert team._join([], [one]) is one
+        one.close = lambda whole: None
+        team._leave(one, whole)
+        joined = team._join([], [one])
+        assert joined is expected
+        if joined:
+            team._leave(one, True)
+
+
 SLOW = """
 import os, sys, time
 from flashnorm_triton.checkpoints import folding, passing

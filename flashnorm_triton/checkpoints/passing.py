@@ -206,6 +206,7 @@ class Team:
     def _leave(self, mine: Pass, whole: bool) -> None:
         with self._choosing:
             mine.members -= 1
+            mine.over |= not whole  # nobody joins what has failed: its files are about to be closed
             last = mine.members == 0
         try:
             if last:
