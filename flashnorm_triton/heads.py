@@ -4,7 +4,7 @@ One row z (N,) of a packed projection holds the heads of several linears. Each h
 reads is normalised here. When z is the product of unnormalised rows, z = x W*ᵀ, the eps of a head's
 norm must become eps2·(mean(x^2) + eps1), row by row, for the norm before the projection to be
 dropped exactly, and columns that no norm reads need the scale 1/sqrt(mean(x^2) + eps1) itself
-(FlashNorm, arXiv 2407.09577, section 3).
+(FlashNorm, arXiv 2407.09577v5, section 3.3).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def norm_linear(
     Half precision normalises first and lets the library's matmul accumulate: the deferred form
     would have to store the unnormalised product, which overflows fp16. The rows and the product
     are rounded, as stock's; once only, where the library has no arithmetic for the dtype on this
-    CPU, for there fp32 is faster as well. Wider dtypes defer the scale (paper, section 2).
+    CPU, for there fp32 is faster as well. Wider dtypes defer the scale (paper, section 3.2).
     """
     if x.dtype in _HALF:
         normed = normalise(x, eps, gain, centred)

@@ -101,7 +101,7 @@ def patch(
             model's gain or weight would be seen by one of the forward and ``state_dict`` alone.
             Hooks put on the patched modules go with them at ``revert``.
         cancel: "exact" or "fast" drops a norm where what its linears give is normalised again
-            (section 3 of the paper; docs/cancel.md), in part where only q and k are; "exact"
+            (section 3.3 of the paper; docs/cancel.md), in part where only q and k are; "exact"
             corrects the later eps row by row, "fast" leaves it. False: none is dropped.
         head: also fuses the final norm with the language-model head; with a tied one, its gain is
             applied in the kernel. What the whole model returns stays as it is, the last of
