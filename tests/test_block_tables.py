@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -54,6 +55,34 @@ def test_what_is_given_decides(once: tables.OnceAStep, made: list[Any]) -> None:
     thread.start()
     thread.join()
     assert made == [2, 3, 3, 3, 3], "a thread has its own"
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_layers_of_two_kinds_take_turns(
+    inference: bool, once: tables.OnceAStep, made: list[Any]
+) -> None:
+    layers = [object() for _ in range(4)]
+    with torch.inference_mode(inference):
+        two = torch.randn(4), torch.randn(4)
+        for _ in range(2):
+            for layer, table in zip(layers, two * 2, strict=True):
+                assert torch.equal(once(layer, 2, table), 2 * table), "of another step"
+            for table in two:
+                table.add_(1)
+    assert made == [2] * 4
+
+
+def test_nothing_outlives_the_tensors_it_was_made_of(once: tables.OnceAStep) -> None:
+    table = torch.randn(4)
+    result = weakref.ref(once(layer := object(), 2, table))
+    assert result() is not None
+    del table
+    assert result() is None
+    same = tables.OnceAStep(lambda key, table: table)
+    table = torch.randn(4)
+    alive = weakref.ref(same(layer, 2, table))
+    del table
+    assert alive() is None, "kept by itself"
 
 
 def test_a_models_layers_share_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ class OnceAStep:
 
     What was made is used again for the very same tensors, unchanged, and only once by each asker:
     who asks for the second time is in another step, whatever has become of the tensors meanwhile.
-    Kept for each thread. A compiled graph makes it where it is used.
+    Layers of two kinds may take turns with tensors of their own. Kept for each thread, no longer
+    than the tensors live. A compiled graph makes it where it is used.
     """
 
     def __init__(self, make: Callable[..., Any]) -> None:
@@ -61,18 +62,23 @@ class OnceAStep:
         """``make(key, *tensors)`` for the layer ``asker``."""
         if _is_compiling():
             return self._make(key, *tensors)
-        kept = getattr(self._local, "kept", None)
+        step = getattr(self._local, "step", None)
+        if step is None or id(asker) in step[0]:
+            step = self._local.step = set(), {}
+        askers, kept = step
+        askers.add(id(asker))
         now = [0 if t.is_inference() else t._version for t in tensors]
-        if kept is not None:
-            refs, versions, other, made, askers = kept
-            # As many versions as tensors.
-            same = other == key and versions == now and id(asker) not in askers
-            if same and all(ref() is t for ref, t in zip(refs, tensors, strict=False)):
-                askers.add(id(asker))
+        name = (key, *map(id, tensors))
+        found = kept.get(name)
+        if found is not None:
+            refs, versions, made = found
+            # As many references as tensors.
+            if versions == now and all(r() is t for r, t in zip(refs, tensors, strict=False)):
                 return made
         made = self._make(key, *tensors)
-        refs = [weakref.ref(t) for t in tensors]
-        self._local.kept = refs, now, key, made, {id(asker)}
+        if not any(made is t for t in tensors):  # else it would keep itself alive
+            refs = [weakref.ref(t, lambda _: kept.pop(name, None)) for t in tensors]
+            kept[name] = refs, now, made
         return made
 
 
