@@ -302,6 +302,21 @@ def test_nobody_joins_a_file_that_has_failed() -> None:
             team._leave(one, True)
 
 
+def test_a_file_that_cannot_be_begun_is_not_left_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(passing, "reserve", full)
+    source = tmp_path / "a"
+    source.write_bytes(b"abc")
+    one = passing.Pass(source, tmp_path / "b", b"", 0, ())
+    with pytest.raises(OSError, match="no space left"):
+        one.open("sha256")
+    assert one._in.closed and one._out.closed
+
+
 SLOW = """
 import os, sys, time
 from flashnorm_triton.checkpoints import folding, passing

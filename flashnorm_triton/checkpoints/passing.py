@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +64,14 @@ class Pass:
     def open(self, algorithm: str) -> None:
         """Begin: the new file has its header and all of its room."""
         self._before = os.stat(self.source)
-        self._in = self.source.open("rb", buffering=0)
-        self._out = self.target.open("wb", buffering=0)
         self._digest = new_digest(algorithm)
         self._left = self._pieces()
-        reserve(self._out, self._size)
-        write_all(self._out, self._header, 0)
+        with ExitStack() as files:  # closed if a disk is full at once
+            self._in = files.enter_context(self.source.open("rb", buffering=0))
+            self._out = files.enter_context(self.target.open("wb", buffering=0))
+            reserve(self._out, self._size)
+            write_all(self._out, self._header, 0)
+            files.pop_all()
 
     def work(self, told: Callable[[int], None]) -> None:
         """Take pieces until none is left; ``told`` hears their bytes, and may raise."""
