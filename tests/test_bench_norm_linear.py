@@ -50,6 +50,7 @@ def test_the_sweep_is_six_shapes_by_fourteen_row_counts():
 def test_shapes_by_name_and_by_size():
     assert parse_shapes(["llama-3.1-8b.qkv", "2048x3072"]) == (SHAPES[4], SHAPES[2])
     assert parse_shapes(["128x77"]) == (Shape("128x77", 128, 77),)
+    assert parse_shapes(["2048:3072", "a=8:9"]) == (SHAPES[2], Shape("a", 8, 9))  # as for tune
     for word in ("llama", "12x", "0x5", "axb"):
         with pytest.raises(ValueError, match=f"'{word}'.*llama-3.2-1b.qkv"):
             parse_shapes([word])

@@ -39,8 +39,8 @@ FP16_TOKENS = (1, 4, 16, 64, 512, 2048)
 
 
 def parse_shapes(names: Iterable[str]) -> tuple[Shape, ...]:
-    """Shapes by name (``llama-3.2-1b.qkv``), by size (``2048x3072`` is K=2048, N=3072), or by a
-    size with a name of its own (``mine.qkv=2048x3072``).
+    """Shapes by name (``llama-3.2-1b.qkv``), by size (``2048x3072``, or ``2048:3072`` as the tuner
+    takes it, is K=2048, N=3072), or by a size with a name of its own (``mine.qkv=2048x3072``).
 
     Raises ValueError for a word that is neither, listing the names.
     """
@@ -49,7 +49,7 @@ def parse_shapes(names: Iterable[str]) -> tuple[Shape, ...]:
     chosen = []
     for word in names:
         own, equals, size = word.rpartition("=")
-        name = size if equals else word
+        name = (size if equals else word).replace(":", "x")
         k, times, n = name.partition("x")
         if name in known and not equals:
             chosen.append(known[name])
